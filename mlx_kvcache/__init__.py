@@ -1,0 +1,42 @@
+"""The KV cache for running Hugging Face LLMs with Apple's MLX.
+
+Names are resolved on first use, so that the integer side (`mlx_kvcache.layout`, the geometry and
+the config) can be imported where MLX is not installed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mlx_kvcache.config import CacheConfig, validate
+from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
+
+if TYPE_CHECKING:
+    from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
+    from mlx_kvcache.sequence_cache import MLXSequenceCache
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheConfig",
+    "CacheGeometry",
+    "LayerGeometry",
+    "LayerPolicy",
+    "MLXSequenceCache",
+    "ModelLayer",
+    "__version__",
+    "make_prompt_cache",
+    "validate",
+]
+
+_NEEDS_MLX = {
+    "MLXSequenceCache": "mlx_kvcache.sequence_cache",
+    "make_prompt_cache": "mlx_kvcache.integrations.mlx_lm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEEDS_MLX:
+        return getattr(import_module(_NEEDS_MLX[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

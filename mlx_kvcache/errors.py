@@ -1,0 +1,59 @@
+"""Typed errors: one base class, each also the built-in that a Python user expects.
+
+Every message says what was asked, what holds, and what to do about it. A call that raises
+one of these has changed nothing.
+"""
+
+from __future__ import annotations
+
+
+class KVCacheError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class GeometryError(KVCacheError, ValueError):
+    """A model description that cannot be turned into a cache geometry."""
+
+
+class UnknownLayerTypeError(GeometryError):
+    """A layer type, or a model family, whose caching rule is not known."""
+
+
+class ConfigError(KVCacheError, ValueError):
+    """A runtime choice (capacity, window, dtype, ...) that does not fit."""
+
+
+class CapacityError(KVCacheError, ValueError):
+    """A step or a reservation that would not fit into the capacity."""
+
+
+class PositionError(KVCacheError, ValueError):
+    """A step that does not continue the sequence where it stands."""
+
+
+class RewindError(KVCacheError, ValueError):
+    """A rewind to a position whose window is no longer held."""
+
+
+class UpdateShapeError(KVCacheError, ValueError):
+    """Keys or values whose batch, heads, rows or head dim do not fit the layer."""
+
+
+class UpdateDtypeError(KVCacheError, TypeError):
+    """Keys or values that are not floating-point arrays."""
+
+
+class LayerIndexError(KVCacheError, IndexError):
+    """A cache layer index outside the geometry."""
+
+
+class ModelNotFoundError(KVCacheError, FileNotFoundError):
+    """A model name or path that leads to no model that can be reached."""
+
+
+class ModelFormatError(KVCacheError, ValueError):
+    """A model file that is damaged or not of the expected form."""
+
+
+class UnsupportedModelError(KVCacheError, ValueError):
+    """A model whose architecture this package (or mlx-lm) cannot run."""
