@@ -1,0 +1,144 @@
+"""The drop-in for mlx-lm: a list that its models and generation functions take as `prompt_cache`.
+
+The layer objects speak mlx-lm's cache protocol and share one `MLXSequenceCache`. Layers that keep
+no keys and values (SSM, linear attention, convolution) stay mlx-lm's own state objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import CacheList
+
+from mlx_kvcache.config import (
+    DEFAULT_INITIAL_CAPACITY,
+    DEFAULT_MAX_WRITE,
+    MAX_CAPACITY,
+    CacheConfig,
+)
+from mlx_kvcache.errors import GeometryError
+from mlx_kvcache.geometry import CacheGeometry
+from mlx_kvcache.integrations.tracing import is_kv_cache, trace_geometry
+from mlx_kvcache.sequence_cache import MLXSequenceCache
+from mlx_kvcache.sequence_layer import SequenceLayer
+
+
+class MLXLMLayer(SequenceLayer):
+    """A cache layer under mlx-lm's names.
+
+    It has no `__len__` and no `__bool__`, since mlx-lm takes a falsy cache for none, and no
+    `bits`, which would route attention to mlx-lm's quantized kernel.
+    """
+
+    __slots__ = ()
+
+    def is_trimmable(self) -> bool:
+        """Whether every earlier position can be reached: no ring has overwritten anything.
+
+        mlx-lm asks without saying how far it will trim, and some callers then trim any number
+        of tokens. `trim` itself goes as far as the spare rows of the rings allow.
+        """
+        return self._step.rewind_floor == 0
+
+    def trim(self, n: int) -> int:
+        """Forget the newest `n` tokens of this layer (at most all) and answer how many.
+
+        Raises `RewindError`, and changes nothing, when a ring has overwritten what is needed.
+        """
+        target = max(0, self.offset - n)
+        trimmed = self.offset - target
+        if trimmed:
+            self.step_back(target)
+        return trimmed
+
+    def size(self) -> int:
+        """Tokens held: all of a flat layer, at most the window of a ring."""
+        window = self._step.window
+        return min(self.offset, window) if window else self.offset
+
+    def empty(self) -> bool:
+        """Whether no token is held."""
+        return self.offset == 0
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None, int]:
+        """The arrays that are alive in this layer, and its offset: what mlx-lm evaluates."""
+        return self.keys, self.values, self.offset
+
+    @property
+    def start_position(self) -> int:
+        """Position of the first row that the next update answers with: chunked attention asks."""
+        window = self._step.window
+        return max(0, self.offset - window + 1) if window else 0
+
+    def maybe_trim_front(self) -> None:
+        """Chunked attention's call to drop old rows; a ring drops them by itself."""
+
+
+class PromptCache(list[Any]):
+    """The list that mlx-lm takes, with the cache behind it as `sequence`."""
+
+    def __init__(self, entries: Iterable[Any], sequence: MLXSequenceCache) -> None:
+        super().__init__(entries)
+        self.sequence = sequence
+
+
+def make_prompt_cache(
+    model: Module,
+    capacity: int | None = None,
+    *,
+    initial_capacity: int = DEFAULT_INITIAL_CAPACITY,
+    kv_dtype: str | None = None,
+    max_write: int = DEFAULT_MAX_WRITE,
+    windows: Sequence[int] | None = None,
+) -> PromptCache:
+    """A prompt cache for an mlx-lm model, to be passed as `prompt_cache=` or `cache=`.
+
+    capacity: the most positions it will hold (None: as many as MLX can index). windows: overrides
+    the model's windows, one for each cache layer or a single one for all, 0 = flat. The others
+    are the fields of `CacheConfig`.
+
+    What the model caches is read off one lazy forward pass, of which nothing is evaluated.
+    Raises `GeometryError` or `ConfigError`.
+    """
+    traced = trace_geometry(model)
+    geometry = traced.geometry
+    if windows is not None:
+        geometry = _with_windows(geometry, windows)
+    config = CacheConfig(
+        capacity=MAX_CAPACITY if capacity is None else capacity,
+        kv_dtype=kv_dtype,
+        initial_capacity=initial_capacity,
+        max_write=max_write,
+    )
+    sequence = MLXSequenceCache(geometry, config, MLXLMLayer)
+    layers = iter(sequence.layers)
+    return PromptCache((_replaced(entry, layers) for entry in traced.template), sequence)
+
+
+def _replaced(entry: Any, layers: Iterator[SequenceLayer]) -> Any:
+    if isinstance(entry, CacheList):
+        return CacheList(*(_replaced(child, layers) for child in entry.caches))
+    return next(layers) if is_kv_cache(entry) else entry
+
+
+def _with_windows(geometry: CacheGeometry, windows: Sequence[int]) -> CacheGeometry:
+    """The geometry with other windows, which must agree among layers that share a mask.
+
+    An mlx-lm model asks for one mask for each kind of layer and gives it to all of that kind.
+    """
+    changed = geometry.with_windows(windows)
+    seen: dict[int, tuple[int, int]] = {}
+    for index, (old, new) in enumerate(zip(geometry.windows, changed.windows, strict=True)):
+        first, window = seen.setdefault(old, (index, new))
+        if window != new:
+            kind = f"sliding (window {old})" if old else "full"
+            raise GeometryError(
+                f"the windows give cache layer {first} {window} and cache layer {index} {new}, but "
+                f"both are {kind} attention layers, and the model uses one mask for all of a kind; "
+                "give every layer of a kind the same window"
+            )
+    return changed

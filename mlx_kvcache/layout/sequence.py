@@ -1,0 +1,158 @@
+"""One sequence over many layers: a single logical length, planned and committed in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_kvcache.errors import CapacityError, LayerIndexError, PositionError, RewindError
+from mlx_kvcache.geometry import LayerPolicy
+from mlx_kvcache.layout.flat import FlatLayout
+from mlx_kvcache.layout.ring import RingLayout
+from mlx_kvcache.layout.runs import StepPlan
+
+LayerLayout = FlatLayout | RingLayout
+
+
+def layer_layout(policy: LayerPolicy, capacity: int, max_write: int) -> LayerLayout:
+    """The layout that serves a policy, with `max_write` spare rows for a ring.
+
+    A window beyond the capacity hides nothing, so the ring need not be larger than that.
+    """
+    if policy.kind == "flat":
+        return FlatLayout()
+    return RingLayout(min(policy.window, capacity), min(max_write, capacity))
+
+
+class SequenceLayout:
+    """Where the rows of one sequence lie, for layers of any policy, under one logical length.
+
+    `plan` is pure. `commit` takes the maximum, so that committing once a step or once a layer is
+    the same. A refused call changes nothing.
+    """
+
+    def __init__(self, policies: Sequence[LayerPolicy], capacity: int, max_write: int) -> None:
+        self.capacity = capacity
+        self._distinct: dict[LayerPolicy, LayerLayout] = {}
+        for policy in policies:
+            if policy not in self._distinct:
+                self._distinct[policy] = layer_layout(policy, capacity, max_write)
+        self._layers = tuple(self._distinct[policy] for policy in policies)
+        self._length = 0
+        self._high_water = 0
+        self._step_position = -1
+
+    @property
+    def length(self) -> int:
+        """Positions held: the next token's position."""
+        return self._length
+
+    @property
+    def high_water(self) -> int:
+        """The highest end written since the last clear; a rewind does not lower it."""
+        return self._high_water
+
+    @property
+    def layers(self) -> tuple[LayerLayout, ...]:
+        """The layout of each layer; layers of one policy share one object."""
+        return self._layers
+
+    @property
+    def rewind_floor(self) -> int:
+        """The lowest position, other than 0, to which every layer can go back."""
+        return max(layout.rewind_floor(self._high_water) for layout in self._distinct.values())
+
+    def can_extend(self, count: int = 1) -> bool:
+        """Whether `count` more positions fit."""
+        return self._length + count <= self.capacity
+
+    def admit(self, position: int, count: int) -> None:
+        """Raise unless a step of `count` rows at `position` may run now.
+
+        It may when it continues the sequence, or when it is the step that another layer has
+        already committed. Raises `PositionError` or `CapacityError`.
+        """
+        if count < 1:
+            raise PositionError(f"a step needs at least one token, got {count}")
+        end = position + count
+        running = position == self._step_position and end == self._length
+        if position != self._length and not running:
+            raise PositionError(
+                f"a step of {count} tokens at position {position} does not continue the sequence, "
+                f"which holds {self._length} positions; continue at {self._length}, "
+                "or rewind first"
+            )
+        if end > self.capacity:
+            raise CapacityError(
+                f"{count} tokens at position {position} need {end} positions, but the capacity is "
+                f"{self.capacity}; make the cache with a larger capacity, or rewind or clear it"
+            )
+
+    def plan(self, layer: int, position: int, count: int) -> StepPlan:
+        """What a step of `count` rows at `position` writes and reads in `layer`; changes nothing.
+
+        Raises `LayerIndexError`, `PositionError` or `CapacityError`.
+        """
+        if not 0 <= layer < len(self._layers):
+            raise LayerIndexError(
+                f"cache layer {layer} does not exist; there are {len(self._layers)}, counted from 0"
+            )
+        self.admit(position, count)
+        return self._layers[layer].plan(position, count)
+
+    def commit(self, plan: StepPlan) -> None:
+        """Record that a planned step was written."""
+        self._commit(plan.position, plan.end)
+
+    def append(self, position: int, tokens: int) -> None:
+        """Admit and commit a step at once, without a plan: for a step whose rows are known.
+
+        Raises `PositionError` or `CapacityError`, and then changes nothing.
+        """
+        end = position + tokens
+        if position != self._length or end > self.capacity:
+            self.admit(position, tokens)
+        self._commit(position, end)
+
+    def _commit(self, position: int, end: int) -> None:
+        self._step_position = position
+        if end > self._length:
+            self._length = end
+            if end > self._high_water:
+                self._high_water = end
+
+    def check_rewind(self, position: int) -> None:
+        """Raise `RewindError` unless `rewind(position)` is possible now."""
+        if isinstance(position, bool) or not isinstance(position, int):
+            raise RewindError(f"a rewind needs an integer position, got {position!r}")
+        if not 0 <= position <= self._length:
+            raise RewindError(
+                f"cannot rewind to {position}: the sequence holds {self._length} positions, "
+                f"so 0 to {self._length} can be asked for"
+            )
+        floor = self.rewind_floor
+        if position != 0 and position < floor:
+            raise RewindError(
+                f"cannot rewind from {self._length} to {position}: a sliding-window layer has "
+                f"overwritten rows that position {position} needs; {floor} to "
+                f"{self._length} can be reached, or 0 to start again. A larger max_write keeps "
+                "more spare rows"
+            )
+
+    def rewind(self, position: int) -> None:
+        """Forget every position from `position` on. Rewinding to 0 is always possible.
+
+        Raises `RewindError`, and changes nothing, for a position that is not held or whose window
+        a ring has already overwritten.
+        """
+        self.check_rewind(position)
+        if position == 0:
+            self.clear()
+        elif position < self._length:
+            self._length = position
+            self._step_position = -1
+
+    def clear(self) -> None:
+        """Forget every position, and with them the high water."""
+        self._length = 0
+        self._high_water = 0
+        self._step_position = -1
