@@ -14,9 +14,9 @@ NO_POSITION = -1
 class StepMasks:
     """The masks of the layers that share one policy, made once a step and shared.
 
-    `window` and `ring_size` are 0 for flat layers. `slot_order_position` is the position of the
-    step for which a mask in the order of a ring's slots was given: the rows of that step must
-    then be answered in this order.
+    `window` and `ring_size` are 0 for flat layers. `slot_order_step` is the (position, tokens)
+    for which a mask in the order of a ring's slots was given: the rows of that step must then be
+    answered in this order.
     """
 
     __slots__ = (
@@ -26,7 +26,7 @@ class StepMasks:
         "_slots",
         "_templates",
         "_window",
-        "slot_order_position",
+        "slot_order_step",
     )
 
     def __init__(self, window: int, ring_size: int) -> None:
@@ -36,7 +36,7 @@ class StepMasks:
         self._mask: Mask = None
         self._templates: dict[int, mx.array] = {}
         self._slots: dict[tuple[int, int], mx.array] = {}
-        self.slot_order_position = NO_POSITION
+        self.slot_order_step = (NO_POSITION, 0)
 
     def mask(self, position: int, tokens: int, window: int, as_array: bool) -> Mask:
         """The mask of a step of `tokens` at `position`, which is yet to be written.
@@ -49,7 +49,7 @@ class StepMasks:
         if tokens == 1:
             end = position + 1
             if own and end > own:
-                self.slot_order_position = position
+                self.slot_order_step = (position, 1)
                 return self._decode_mask(position, narrow)
             if not narrow or end <= narrow:
                 return None
@@ -63,14 +63,14 @@ class StepMasks:
         """Drop what was remembered of the running step."""
         self._key = (NO_POSITION, 0, 0, False)
         self._mask = None
-        self.slot_order_position = NO_POSITION
+        self.slot_order_step = (NO_POSITION, 0)
 
     def _build(self, position: int, tokens: int, window: int, as_array: bool) -> Mask:
         end = position + tokens
         first = max(0, position - self._window + 1) if self._window else 0
         size = self._ring_size
         if size and end - first <= size and first // size != (end - 1) // size:
-            self.slot_order_position = position
+            self.slot_order_step = (position, tokens)
             return ring_band(position, tokens, size, window)
         if end - first <= window:
             window = 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import mlx.core as mx
 
 from mlx_kvcache.layout.ring import RingLayout
@@ -68,6 +71,14 @@ class PolicyStep:
         self.stop = 0
         self.start: mx.array
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PolicyStep:
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._sequence = copy.deepcopy(self._sequence, memo)
+        twin._masks = copy.copy(self._masks)
+        twin.joined = dict(self.joined)
+        return twin
+
     def mask(self, position: int, tokens: int, window: int, as_array: bool) -> Mask:
         """The mask for the rows with which the step of `tokens` at `position` will be answered.
 
@@ -85,7 +96,7 @@ class PolicyStep:
         end = position + 1
         window = self.window
         if window and end > window:
-            if self._masks.slot_order_position != position or self.rows < self.ring_size:
+            if self._masks.slot_order_step != (position, 1) or self.rows < self.ring_size:
                 return False
             self._sequence.append(position, 1)
             self.stop = 0
@@ -124,7 +135,7 @@ class PolicyStep:
         self.position = NO_POSITION
         self.plan = plan
         self.end = plan.end
-        self.physical = self._masks.slot_order_position == position and not plan.joined
+        self.physical = self._masks.slot_order_step == (position, tokens)
         if self._array_start:
             self.starts = tuple(mx.array([run.start]) for run in plan.write)
         else:

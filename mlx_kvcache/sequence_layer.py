@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import mlx.core as mx
 from mlx.core import slice_update, split
 
@@ -54,6 +57,13 @@ class SequenceLayer(KVPool):
         self._value_shape: tuple[int, ...] | None = None
         self._key_dtype: mx.Dtype | None = None
         self._value_dtype: mx.Dtype | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceLayer:
+        # The arrays are immutable values: both copies hold them until one is written.
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._step = copy.deepcopy(self._step, memo)
+        return twin
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysValues:
         """Append keys [B, H, T, key_dim] and values [B, H, T, value_dim]; answer what is visible.

@@ -1,0 +1,53 @@
+# Every target sets up .venv by itself; the second run finds it ready.
+IS_USABLE = $(shell $(1) -c "import sys; sys.version_info >= (3, 10) and print(1)" 2>/dev/null)
+CANDIDATES := python3 python3.13 python3.12 python3.11 python3.10
+PYTHON ?= $(firstword $(foreach python,$(CANDIDATES),$(if $(call IS_USABLE,$(python)),$(python))))
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# MLX's Linux wheel multiplies matrices slowly without a tuned BLAS; macOS has its own.
+OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
+RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)
+
+.PHONY: help demo test test-models bench lint format wheel clean
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed; set PYTHON=/path/to/python3"; exit 1; }
+	@echo "Setting up $(VENV) (once) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --upgrade pip
+	@$(BIN)/python -m pip install -q -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP) ## Generate text with SmolLM2 on this cache, and show the numbers
+	@$(RUN)/mlx-kvcache generate "What is the capital of France? Answer in one sentence." --max-tokens 48
+
+test: $(STAMP) ## Lint-free test suite, without real models (a few minutes)
+	@$(RUN)/python -m pytest -m "not models"
+
+test-models: $(STAMP) ## Tests on SmolLM2 and Gemma 3 270M (downloads them once)
+	@$(RUN)/python -m pytest -m models
+
+bench: $(STAMP) ## The short benchmarks, against mlx-lm's own caches
+	@$(RUN)/python benchmarks/cache_steps.py
+	@$(RUN)/python benchmarks/tokens_per_second.py --model smollm2 --prompt-tokens 256 --tokens 64
+
+lint: $(STAMP) ## ruff and mypy, as pre-commit runs them
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(STAMP) ## Let ruff rewrite what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+wheel: $(STAMP) ## Build the wheel and the source archive into dist/
+	@$(BIN)/python -m build
+
+clean: ## Remove what the targets made
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
