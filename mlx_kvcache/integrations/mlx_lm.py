@@ -6,12 +6,11 @@ no keys and values (SSM, linear attention, convolution) stay mlx-lm's own state 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import CacheList
 
 from mlx_kvcache.config import (
     DEFAULT_INITIAL_CAPACITY,
@@ -21,7 +20,7 @@ from mlx_kvcache.config import (
 )
 from mlx_kvcache.errors import GeometryError
 from mlx_kvcache.geometry import CacheGeometry
-from mlx_kvcache.integrations.tracing import is_kv_cache, trace_geometry
+from mlx_kvcache.integrations.tracing import trace_geometry
 from mlx_kvcache.sequence_cache import MLXSequenceCache
 from mlx_kvcache.sequence_layer import SequenceLayer
 
@@ -115,14 +114,7 @@ def make_prompt_cache(
         max_write=max_write,
     )
     sequence = MLXSequenceCache(geometry, config, MLXLMLayer)
-    layers = iter(sequence.layers)
-    return PromptCache((_replaced(entry, layers) for entry in traced.template), sequence)
-
-
-def _replaced(entry: Any, layers: Iterator[SequenceLayer]) -> Any:
-    if isinstance(entry, CacheList):
-        return CacheList(*(_replaced(child, layers) for child in entry.caches))
-    return next(layers) if is_kv_cache(entry) else entry
+    return PromptCache(traced.with_layers(sequence.layers), sequence)
 
 
 def _with_windows(geometry: CacheGeometry, windows: Sequence[int]) -> CacheGeometry:

@@ -7,7 +7,7 @@ that the caches were given are the geometry.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,23 +36,33 @@ class TracedGeometry:
         order); one `ModelLayer` for each entry of the list, `recurrent` where the entry is, or
         holds, an object that is not a KV cache. A model with shared or cache-free layers has
         more layers than entries.
-    template: the model's own, never written cache objects. Whoever replaces the KV caches in it
-        (see `is_kv_cache`), in traversal order, has a list that the model accepts. Take a fresh
-        one with `fresh_template` before handing its recurrent entries to a second sequence.
+    template: the model's own, never written cache objects.
+    written: for each KV cache of the template, in traversal order, whether the forward pass
+        writes it. One that is not written stays mlx-lm's own and is no layer of the geometry.
     """
 
     geometry: CacheGeometry
     template: list[Any]
+    written: tuple[bool, ...]
+
+    def with_layers(self, layers: Iterable[Any]) -> list[Any]:
+        """The template with one of `layers` for each cache layer of the geometry.
+
+        Its recurrent entries are handed out as they are, so it serves one sequence only.
+        """
+        replacements, written = iter(layers), iter(self.written)
+
+        def replaced(entry: Any) -> Any:
+            if isinstance(entry, CacheList):
+                return CacheList(*(replaced(child) for child in entry.caches))
+            return next(replacements) if is_kv_cache(entry) and next(written) else entry
+
+        return [replaced(entry) for entry in self.template]
 
 
 def is_kv_cache(cache: object) -> bool:
     """Whether this is an mlx-lm KV cache that a cache layer of ours can stand in for."""
     return type(cache) in KV_CACHE_TYPES
-
-
-def fresh_template(model: Module) -> list[Any]:
-    """A new list of the model's own cache objects, never written."""
-    return list(make_prompt_cache(model))
 
 
 def leaves(cache: object) -> Iterator[Any]:
@@ -67,46 +77,60 @@ def leaves(cache: object) -> Iterator[Any]:
 def trace_geometry(model: Module) -> TracedGeometry:
     """The geometry that `model` fills when it runs one token; nothing is evaluated.
 
+    A ring is given the wider of the cache's size and of the window that the model asks a mask
+    for: a model whose caches are narrower than its masks would answer otherwise for other chunks.
     `LayerGeometry.shared` is set where the forward reads a layer's rows again after its update
     through `keys_and_values`; a model that hands on the updated arrays themselves leaves no
-    trace of it. Raises `GeometryError` for a model without KV caches, for a KV cache that the
-    forward never writes, and for a rotating cache with `keep` rows.
+    trace of it. Raises `GeometryError` for a model that writes no KV cache, and for a rotating
+    cache with `keep` rows.
     """
-    entries = fresh_template(model)
-    layers: list[_Probe] = []
-    model_layers = []
-    for entry in entries:
-        own = []
-        recurrent = False
-        for cache in leaves(entry):
-            if is_kv_cache(cache):
-                own.append(len(layers))
-                layers.append(_Probe(len(layers), cache))
-            else:
-                recurrent = True
-        model_layers.append(ModelLayer(tuple(own), recurrent=recurrent))
-    if not layers:
+    entries = list(make_prompt_cache(model))
+    probes = [_Probe(cache) for entry in entries for cache in leaves(entry) if is_kv_cache(cache)]
+    policies = [_policy(index, probe.cache) for index, probe in enumerate(probes)]
+    model(mx.zeros((1, 1), mx.int32), cache=entries)
+    written = [probe for probe in probes if probe.cache.keys is not None]
+    if not written:
         kinds = sorted({type(cache).__name__ for entry in entries for cache in leaves(entry)})
         raise GeometryError(
-            f"{type(model).__module__}.{type(model).__name__} makes no KV cache "
+            f"{type(model).__module__}.{type(model).__name__} writes no KV cache "
             f"(its cache list holds: {', '.join(kinds) or 'nothing'}); a purely recurrent model "
             "has nothing for this cache to hold, use mlx-lm's own cache for it"
         )
-    model(mx.zeros((1, 1), mx.int32), cache=entries)
-    geometry = CacheGeometry(tuple(layer.geometry() for layer in layers), tuple(model_layers))
-    return TracedGeometry(geometry, fresh_template(model))
+    asked: dict[int, int] = {}
+    for policy, probe in zip(policies, probes, strict=True):
+        asked[policy.window] = max(asked.get(policy.window, 0), probe.mask_window)
+    layers = []
+    for index, (policy, probe) in enumerate(zip(policies, probes, strict=True)):
+        if probe in written:
+            if policy.window:
+                policy = LayerPolicy.ring(max(policy.window, asked[policy.window]))
+            layers.append(probe.geometry(index, policy))
+    geometry = CacheGeometry(tuple(layers), _model_layers(entries, written))
+    flags = tuple(probe in written for probe in probes)
+    return TracedGeometry(geometry, list(make_prompt_cache(model)), flags)
+
+
+def _model_layers(entries: list[Any], written: list[_Probe]) -> tuple[ModelLayer, ...]:
+    index_of = {id(probe.cache): index for index, probe in enumerate(written)}
+    model_layers = []
+    for entry in entries:
+        caches = list(leaves(entry))
+        own = tuple(index_of[id(cache)] for cache in caches if id(cache) in index_of)
+        recurrent = not all(is_kv_cache(cache) for cache in caches)
+        model_layers.append(ModelLayer(own, recurrent=recurrent))
+    return tuple(model_layers)
 
 
 class _Probe:
     """Watches one mlx-lm KV cache through a forward pass and says what it was given."""
 
-    def __init__(self, index: int, cache: Any) -> None:
-        self.index = index
+    def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self.policy = _policy(index, cache)
         self.reads = 0
         self.writes = 0
+        self.mask_window = 0
         read, write = cache.keys_and_values, cache.update_and_fetch
+        make_mask = getattr(cache, "make_mask", None)
 
         def keys_and_values() -> Any:
             self.reads += 1
@@ -118,22 +142,23 @@ class _Probe:
 
         cache.keys_and_values = keys_and_values
         cache.update_and_fetch = update_and_fetch
+        if make_mask is not None:
 
-    def geometry(self) -> LayerGeometry:
+            def watched_mask(*args: Any, **choices: Any) -> Any:
+                self.mask_window = max(self.mask_window, choices.get("window_size") or 0)
+                return make_mask(*args, **choices)
+
+            cache.make_mask = watched_mask
+
+    def geometry(self, index: int, policy: LayerPolicy) -> LayerGeometry:
         keys, values = self.cache.keys, self.cache.values
-        if keys is None or values is None:
-            raise GeometryError(
-                f"cache layer {self.index} ({type(self.cache).__name__}) was never written in a "
-                "forward pass of one token, so its heads and dims cannot be read; describe the "
-                "model with CacheGeometry.from_hf(config), or use mlx-lm's own cache for it"
-            )
         if keys.shape[:2] != values.shape[:2]:
             raise GeometryError(
-                f"cache layer {self.index} was given keys of shape {keys.shape} and values of "
+                f"KV cache {index} of the model was given keys of shape {keys.shape} and values of "
                 f"shape {values.shape}; both must have the same batch size and KV heads"
             )
         return LayerGeometry(
-            self.policy,
+            policy,
             kv_heads=keys.shape[1],
             key_dim=keys.shape[3],
             value_dim=values.shape[3],
@@ -146,9 +171,9 @@ def _policy(index: int, cache: Any) -> LayerPolicy:
     if isinstance(cache, RotatingKVCache):
         if cache.keep != 0:
             raise GeometryError(
-                f"cache layer {index} is a RotatingKVCache that keeps its first {cache.keep} rows "
-                "for good (keep != 0); only keep=0 is a sliding window. Make the model's caches "
-                "without keep, or use mlx-lm's own cache"
+                f"KV cache {index} of the model is a RotatingKVCache that keeps its first "
+                f"{cache.keep} rows for good (keep != 0); only keep=0 is a sliding window. Make "
+                "the model's caches without keep, or use mlx-lm's own cache"
             )
         return LayerPolicy.ring(cache.max_size)
     if isinstance(cache, ChunkedKVCache):
