@@ -57,3 +57,7 @@ class ModelFormatError(KVCacheError, ValueError):
 
 class UnsupportedModelError(KVCacheError, ValueError):
     """A model whose architecture this package (or mlx-lm) cannot run."""
+
+
+class MissingDependencyError(KVCacheError, ImportError):
+    """A feature whose optional package is not installed."""

@@ -142,12 +142,25 @@ class PolicyStep:
             self.starts = tuple(run.start for run in plan.write)
         return plan
 
+    def is_running(self, position: int, tokens: int) -> bool:
+        """Whether the step of `tokens` at `position` is the one that is open."""
+        plan = self.plan
+        if plan is not None:
+            return plan.position == position and plan.tokens == tokens
+        return tokens == 1 and self.position == position
+
     def read_runs(self, end: int) -> tuple[Run, ...]:
         """The runs of the rows that position `end` may still see, in logical order."""
         if not self.window:
             return (Run(0, end),)
         first = max(0, end - self.window)
         return wrap(first, end - first, self.ring_size)
+
+    def rows_held(self, end: int) -> int:
+        """How many positions before `end` are still held: those that no newer row has replaced."""
+        if not self.ring_size:
+            return end
+        return end - min(end, max(0, self._sequence.high_water - self.ring_size))
 
     def reserve(self, length: int) -> None:
         """Ask for enough rows, at once, that `length` positions fit without growing again."""

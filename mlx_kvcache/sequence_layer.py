@@ -51,12 +51,12 @@ class SequenceLayer(KVPool):
         self.offset = 0
         self._step = step
         self._storage_dtype = storage_dtype
-        # The form of a decode update that needs no further check and no cast: set by the first
-        # update that passed every check.
+        # What the newest update that passed every check was given. The shapes are those of one
+        # new row, and None where a row must be cast on its way in and out.
         self._key_shape: tuple[int, ...] | None = None
         self._value_shape: tuple[int, ...] | None = None
-        self._key_dtype: mx.Dtype | None = None
-        self._value_dtype: mx.Dtype | None = None
+        self._key_dtype = mx.float32
+        self._value_dtype = mx.float32
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceLayer:
         # The arrays are immutable values: both copies hold them until one is written.
@@ -104,10 +104,10 @@ class SequenceLayer(KVPool):
         step = self._step
         plan = step.plan
         if plan is not None and plan.end == self.offset:
-            return step.joined.get(self.index) or self._answer(plan)
+            return step.joined.get(self.index) or self._in_callers_dtype(self._answer(plan))
         if step.end == self.offset and step.position >= 0 and not step.stop:
             return self._keys, self._values
-        return self.read(step.read_runs(self.offset))
+        return self._in_callers_dtype(self.read(step.read_runs(self.offset)))
 
     def make_mask(
         self,
@@ -122,11 +122,22 @@ class SequenceLayer(KVPool):
         """
         return self._step.mask(self.offset, N, window_size or 0, return_array)
 
+    def mask_at(self, position: int, tokens: int) -> Mask:
+        """The mask of a step of `tokens` at `position`, be it the next one or the newest one."""
+        return self._step.mask(position, tokens, 0, False)
+
+    def wrote_last(self, position: int, tokens: int) -> bool:
+        """Whether the newest update of this layer was the step of `tokens` at `position`.
+
+        `keys_and_values` then answers for that step once more: layers that share this one's keys
+        and values ask again with equal positions.
+        """
+        return self.offset == position + tokens and self._step.is_running(position, tokens)
+
     @property
     def rows_held(self) -> int:
         """Rows that hold a position which is still remembered: all, or a ring's newest."""
-        size = self._step.ring_size
-        return min(self.offset, size) if size else self.offset
+        return self._step.rows_held(self.offset)
 
     def step_back(self, position: int) -> None:
         """Put this layer at an earlier position, and the sequence with it if it is still beyond.
@@ -163,7 +174,7 @@ class SequenceLayer(KVPool):
         else:
             self.write(plan.write, step.starts, keys, values)
             answer = self._answer(plan)
-        answer = (answer[0].astype(keys.dtype), answer[1].astype(values.dtype))
+        answer = self._in_callers_dtype(answer)
         if plan.joined and self.geometry.shared:
             step.joined[self.index] = answer
         self.offset = plan.end
@@ -179,6 +190,9 @@ class SequenceLayer(KVPool):
         if self._step.physical:
             return self.read((Run(0, self._step.rows),))
         return self.read(plan.read)
+
+    def _in_callers_dtype(self, rows: KeysValues) -> KeysValues:
+        return rows[0].astype(self._key_dtype), rows[1].astype(self._value_dtype)
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         geometry = self.geometry
@@ -224,12 +238,12 @@ class SequenceLayer(KVPool):
                 value_dtype,
             )
         self.grow(self._step.rows)
+        self._key_dtype = keys.dtype
+        self._value_dtype = values.dtype
         self._key_shape = self._value_shape = None
         if self._holds(batch, keys.dtype, values.dtype):
             self._key_shape = (batch, heads, 1, key_dim)
             self._value_shape = (batch, heads, 1, value_dim)
-            self._key_dtype = keys.dtype
-            self._value_dtype = values.dtype
 
     def _holds(self, batch: int, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> bool:
         if self._keys is None or self._values is None:
