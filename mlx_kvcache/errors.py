@@ -43,6 +43,10 @@ class UpdateDtypeError(KVCacheError, TypeError):
     """Keys or values that are not floating-point arrays."""
 
 
+class AttentionError(KVCacheError, ValueError):
+    """A mask, scale or other option of an attention call that does not fit its queries."""
+
+
 class LayerIndexError(KVCacheError, IndexError):
     """A cache layer index outside the geometry."""
 

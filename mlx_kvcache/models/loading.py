@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from huggingface_hub.errors import StrictDataclassError
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
 
@@ -21,9 +22,16 @@ from mlx_kvcache.models.store import has_weights
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
-# What mlx-lm lets through from a config that lacks a field, a weight of another shape, or a
-# weights file that is cut short.
-_LOAD_ERRORS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+# What mlx-lm and transformers let through from a config that lacks a field or has one of another
+# type, a weight of another shape, or a weights file that is cut short.
+_LOAD_ERRORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    StrictDataclassError,
+)
 
 
 def load(

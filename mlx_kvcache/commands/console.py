@@ -1,0 +1,58 @@
+"""How all commands speak: results to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+#: Exit statuses: the system failed us, a wrong request, and what a shell gives for SIGINT and
+#: SIGPIPE.
+SYSTEM_ERROR = 1
+USER_ERROR = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def stderr_console() -> Console:
+    """The console for progress, figures and errors; lines keep their length in a file or a pipe."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_error(message: str) -> None:
+    """Say what went wrong, in one red line on stderr."""
+    line = " ".join(message.split())
+    stderr_console().print(Text(f"error: {line}", style="bold red"))
+
+
+def print_note(message: str, style: str = "") -> None:
+    """One line on stderr."""
+    stderr_console().print(Text(message, style=style))
+
+
+def prepare_stdout() -> None:
+    """Let stdout take any text: what its encoding lacks becomes a question mark."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def write_json(facts: dict[str, Any]) -> None:
+    """One JSON object on stdout, in one line."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def discard_stdout() -> None:
+    """Point stdout at nothing, since its reader is gone: the flush at exit would fail again."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

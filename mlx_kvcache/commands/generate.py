@@ -1,0 +1,229 @@
+"""`mlx-kvcache generate`: stream a model's answer, produced on our cache."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlx_kvcache.commands.console import INTERRUPTED, print_note, write_json
+from mlx_kvcache.commands.options import GenerateOptions, parse_windows, read_prompt
+from mlx_kvcache.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_MAX_WRITE
+
+if TYPE_CHECKING:
+    from mlx_kvcache.generation import CacheChoice, Generation
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_MAX_TOKENS = 256
+_DTYPES = "float32, float16 or bfloat16"
+
+
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT",
+            help="The prompt; '-', or nothing when input is piped, reads standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A demo (smollm2, gemma3-270m), a model directory, a .gguf file or a hub id.",
+        ),
+    ] = DEFAULT_MODEL,
+    max_tokens: Annotated[
+        int, typer.Option(help="The most tokens to produce.")
+    ] = DEFAULT_MAX_TOKENS,
+    temp: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens of this total probability.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of the sampling; without it each run differs.", show_default=False),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System prompt for the chat template.", show_default=False)
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Dtype of the weights: {_DTYPES}. [default: float32 on a CPU, else as stored]",
+            show_default=False,
+        ),
+    ] = None,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            help="The most positions the cache may hold. [default: the model's context length]",
+            show_default=False,
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Dtype of the cache: {_DTYPES}. [default: the model's]", show_default=False
+        ),
+    ] = None,
+    initial_capacity: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows with which full-attention layers start; they double from there. "
+            f"[default: {DEFAULT_INITIAL_CAPACITY}; all rows at once where the prompt is longer "
+            "than --max-tokens]",
+            show_default=False,
+        ),
+    ] = None,
+    max_write: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Spare rows of a sliding-window layer. [default: {DEFAULT_MAX_WRITE}]",
+            show_default=False,
+        ),
+    ] = None,
+    windows: Annotated[
+        str | None,
+        typer.Option(
+            help="Other windows for the cache layers: one for all (32), or one each (32,32,0); "
+            "0 keeps everything.",
+            show_default=False,
+        ),
+    ] = None,
+    prefill_step: Annotated[
+        int | None,
+        typer.Option(
+            help="Prompt tokens of one forward pass. [default: 2048 on a GPU, 256 on a CPU]",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Write one JSON object with the answer and all figures."),
+    ] = False,
+) -> None:
+    """Generate text with a Hugging Face model on this package's cache.
+
+    The answer alone goes to standard output; progress and figures go to standard error.
+
+    Examples:
+
+    ```sh
+    mlx-kvcache generate "What is the capital of France?"
+    mlx-kvcache generate --raw "The capital of France is" --max-tokens 8
+    mlx-kvcache generate --model gemma3-270m --raw --temp 0.8 "Once upon a"
+    mlx-kvcache generate --model org/model --capacity 8192 < prompt.txt
+    mlx-kvcache generate "Name three rivers." --json | jq .speed
+    ```
+    """
+    options = GenerateOptions(
+        model=model,
+        max_tokens=max_tokens,
+        temp=temp,
+        top_p=top_p,
+        seed=seed,
+        capacity=capacity,
+        kv_dtype=kv_dtype,
+        initial_capacity=initial_capacity,
+        max_write=max_write,
+        windows=parse_windows(windows),
+        dtype=dtype,
+        raw=raw,
+        system=system,
+        prefill_step=prefill_step,
+    )
+    generation = _prepare(options, read_prompt(prompt))
+    if as_json:
+        _run_as_json(generation, options)
+    else:
+        _run_streaming(generation)
+
+
+def _prepare(options: GenerateOptions, prompt: str) -> Generation:
+    """Load the model, and refuse what cannot fit before anything is computed."""
+    from mlx_kvcache import generation, models
+
+    directory = models.resolve(options.model)
+    choice = _cache_choice(options, models.read_config(directory))
+    model, tokenizer = models.load(directory, dtype=options.dtype)
+    tokens = generation.prompt_tokens(tokenizer, prompt, options.system, options.raw)
+    generation.check_room(len(tokens), options.max_tokens, choice)
+    return generation.Generation(
+        model,
+        tokenizer,
+        tokens,
+        generation.make_cache(model, choice, len(tokens), options.max_tokens),
+        options.max_tokens,
+        generation.Sampling(options.temp, options.top_p, options.seed),
+        options.prefill_step or generation.default_prefill_step(),
+    )
+
+
+def _cache_choice(options: GenerateOptions, config: dict[str, Any]) -> CacheChoice:
+    from mlx_kvcache.commands.context import position_limit
+    from mlx_kvcache.generation import CacheChoice
+
+    limit = position_limit(config)
+    source = " (--capacity)"
+    if options.capacity is None:
+        source = " (the model's context length)" if limit else ""
+    return CacheChoice(
+        limit if options.capacity is None else options.capacity,
+        source,
+        options.kv_dtype,
+        options.initial_capacity,
+        options.max_write,
+        options.windows,
+    )
+
+
+def _run_streaming(generation: Generation) -> None:
+    from mlx_kvcache.commands.generate_report import report_lines
+    from mlx_kvcache.commands.prefill_bar import prefill_bar
+
+    interrupted = False
+    try:
+        with prefill_bar(generation):
+            for piece in generation.pieces():
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        interrupted = True
+        sys.stdout.write(generation.break_off())
+    if generation.text and not generation.text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    for line in report_lines(generation):
+        print_note(line, style="dim")
+    if interrupted:
+        _end_interrupted()
+
+
+def _run_as_json(generation: Generation, options: GenerateOptions) -> None:
+    from mlx_kvcache.commands.generate_report import report_facts
+    from mlx_kvcache.commands.prefill_bar import prefill_bar
+
+    interrupted = False
+    try:
+        with prefill_bar(generation):
+            for _ in generation.pieces():
+                pass
+    except KeyboardInterrupt:
+        interrupted = True
+        generation.break_off()
+        generation.finish_reason = "interrupted"
+    write_json(report_facts(generation, options))
+    if interrupted:
+        _end_interrupted()
+
+
+def _end_interrupted() -> None:
+    print_note("interrupted", style="yellow")
+    raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,117 @@
+"""The figures of one answer, as lines for a person and as facts for a program."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import Counter
+from collections.abc import ItemsView
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_kvcache.commands.figures import rate_text, size_text
+from mlx_kvcache.commands.options import GenerateOptions
+from mlx_kvcache.commands.versions import versions
+from mlx_kvcache.config import MAX_CAPACITY
+from mlx_kvcache.generation import Generation
+from mlx_kvcache.geometry import CacheGeometry
+from mlx_kvcache.layer_kinds import summary
+
+
+def peak_process_bytes() -> int:
+    """The most memory that this process had resident at once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def report_lines(generation: Generation) -> list[str]:
+    """Cache, memory and speed, one line each."""
+    cache = generation.cache.sequence
+    capacity = "unlimited" if cache.capacity == MAX_CAPACITY else str(cache.capacity)
+    lines = [
+        f"cache   {summary(cache.geometry)} layers, {cache.length}/{capacity} positions, "
+        f"{size_text(cache.nbytes_used)} used of {size_text(cache.nbytes)} held",
+        f"memory  MLX {size_text(mx.get_active_memory())} active, "
+        f"{size_text(mx.get_peak_memory())} peak; process peak {size_text(peak_process_bytes())}",
+    ]
+    first = generation.first_token_seconds
+    if first is not None and generation.seconds is not None:
+        lines.append(
+            f"speed   prefill {len(generation.prompt)} tokens at "
+            f"{rate_text(generation.prefill_tokens_per_second)}, first token after {first:.2f} s; "
+            f"decode {len(generation.token_ids)} tokens at "
+            f"{rate_text(generation.decode_tokens_per_second)}"
+        )
+    return lines
+
+
+def report_facts(generation: Generation, options: GenerateOptions) -> dict[str, Any]:
+    """Everything about one answer. Bytes, seconds and tokens per second; null is unknown."""
+    return {
+        "model": options.model,
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "finish_reason": generation.finish_reason,
+        "prompt_tokens": len(generation.prompt),
+        "generated_tokens": len(generation.token_ids),
+        "sampling": {
+            "max_tokens": options.max_tokens,
+            "temp": options.temp,
+            "top_p": options.top_p,
+            "seed": options.seed,
+        },
+        "speed": {
+            "first_token_seconds": generation.first_token_seconds,
+            "total_seconds": generation.seconds,
+            "prefill_tokens_per_second": generation.prefill_tokens_per_second,
+            "decode_tokens_per_second": generation.decode_tokens_per_second,
+            "prefill_step": generation.prefill_step,
+        },
+        "cache": _cache_facts(generation),
+        "memory": {
+            "mlx_active_bytes": mx.get_active_memory(),
+            "mlx_peak_bytes": mx.get_peak_memory(),
+            "process_peak_bytes": peak_process_bytes(),
+        },
+        "device": str(mx.default_device()),
+        "versions": versions(),
+    }
+
+
+def _cache_facts(generation: Generation) -> dict[str, Any]:
+    cache = generation.cache.sequence
+    config = cache.config
+    return {
+        "length": cache.length,
+        "capacity": None if cache.capacity == MAX_CAPACITY else cache.capacity,
+        "bytes_used": cache.nbytes_used,
+        "bytes_held": cache.nbytes,
+        "kv_dtype": config.kv_dtype,
+        "initial_capacity": config.initial_capacity,
+        "max_write": config.max_write,
+        "geometry": {
+            "summary": summary(cache.geometry),
+            "windows": list(cache.geometry.windows),
+            "layers": [
+                {
+                    "count": count,
+                    "window": window,
+                    "kv_heads": heads,
+                    "key_dim": key_dim,
+                    "value_dim": value_dim,
+                }
+                for (window, heads, key_dim, value_dim), count in _distinct(cache.geometry)
+            ],
+            "recurrent_layers": sum(layer.recurrent for layer in cache.geometry.model_layers),
+        },
+    }
+
+
+def _distinct(geometry: CacheGeometry) -> ItemsView[tuple[int, int, int, int], int]:
+    """Window, KV heads, key and value dims of the cache layers, and how many have them."""
+    return Counter(
+        (layer.policy.window, layer.kv_heads, layer.key_dim, layer.value_dim)
+        for layer in geometry.layers
+    ).items()

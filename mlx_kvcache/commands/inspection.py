@@ -1,0 +1,107 @@
+"""The facts that `inspect` shows, worked out of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_kvcache.config import CacheConfig
+from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.footprint import (
+    ITEM_SIZES,
+    Extent,
+    Footprint,
+    bytes_per_token,
+    footprint,
+    item_size,
+    mlx_lm_chunked_rows,
+    mlx_lm_rows,
+    rotating_prefill_rows,
+    sequence_footprint,
+)
+from mlx_kvcache.geometry import CacheGeometry
+from mlx_kvcache.layer_kinds import LayerGroup, layer_groups
+
+#: Families whose windows mlx-lm keeps in chunked caches, not in rotating ones.
+_CHUNKED_FAMILIES = ("llama4",)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model's cache looks like and takes at `own.tokens` tokens.
+
+    own: the bytes in our cache; theirs: in mlx-lm's caches. Both in `config.kv_dtype`.
+    prefill: the most bytes that mlx-lm's rotating caches hold during a prefill of that length;
+        None where the model has none.
+    """
+
+    name: str
+    family: str
+    geometry: CacheGeometry
+    groups: tuple[LayerGroup, ...]
+    config: CacheConfig
+    own: Footprint
+    theirs: Footprint
+    prefill: int | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of one stored number."""
+        return ITEM_SIZES[self.config.kv_dtype or "bfloat16"]
+
+    def bytes_per_token(self, window: bool | None = None) -> int:
+        """Bytes of one token in all cache layers, or in those with (True) or without a window."""
+        return sum(
+            bytes_per_token(layer, self.size)
+            for layer in self.geometry.layers
+            if window is None or bool(layer.policy.window) is window
+        )
+
+    def group_extent(self, group: LayerGroup, of: Footprint) -> Extent:
+        """The bytes of a group; zero for one that owns no rows."""
+        layers = group.cache_layers if group.kind.owns_rows else ()
+        return Extent(
+            sum(of.layers[index].used for index in layers),
+            sum(of.layers[index].allocated for index in layers),
+        )
+
+
+def inspection(
+    name: str, config: Mapping[str, Any], tokens: int, capacity: int, kv_dtype: str
+) -> Inspection:
+    """Inspect the model of a Hugging Face config at a length of `tokens`.
+
+    Raises `ConfigError` for an unknown dtype and what `CacheGeometry.from_hf` raises.
+    """
+    if kv_dtype not in ITEM_SIZES:
+        raise ConfigError(f"--kv-dtype must be one of {', '.join(ITEM_SIZES)}, got {kv_dtype!r}")
+    size = item_size(kv_dtype)
+    geometry = CacheGeometry.from_hf(config)
+    family = str(config.get("model_type") or "")
+    chunked = family in _CHUNKED_FAMILIES
+    cache_config = CacheConfig(capacity=capacity, kv_dtype=kv_dtype)
+    theirs = footprint(geometry, tokens, size, mlx_lm_chunked_rows if chunked else mlx_lm_rows)
+    rotating = any(geometry.windows) and not chunked
+    return Inspection(
+        name,
+        family,
+        geometry,
+        layer_groups(geometry),
+        cache_config,
+        sequence_footprint(geometry, tokens, cache_config, size),
+        theirs,
+        _prefill_bytes(geometry, theirs, size) if rotating else None,
+    )
+
+
+def _prefill_bytes(geometry: CacheGeometry, theirs: Footprint, size: int) -> int:
+    """What mlx-lm's caches hold at most while all tokens are prefilled."""
+    total = 0
+    for layer, extent in zip(geometry.layers, theirs.layers, strict=True):
+        window = layer.policy.window
+        if window:
+            total += rotating_prefill_rows(window, theirs.tokens) * bytes_per_token(layer, size)
+        else:
+            total += extent.allocated
+    return total

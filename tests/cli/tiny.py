@@ -1,0 +1,60 @@
+"""Write tiny models to disk, as a Hugging Face directory that loads offline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.families.build import all_families, build
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' and message.content == 'w9' %}"
+    "{{ raise_exception('no such system prompt') }}{% endif %}"
+    "w{{ 90 if message.role == 'user' else 91 }} {{ message.content }} "
+    "{% endfor %}w92"
+)
+
+
+def words(*numbers: int) -> str:
+    """A prompt whose token ids are these numbers (3 to 95)."""
+    return " ".join(f"w{number}" for number in numbers)
+
+
+def config_of(family: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The tiny config of a family, with some top fields changed."""
+    return {**all_families()[family], **(changes or {})}
+
+
+def write_model(
+    directory: Path,
+    family: str = "llama",
+    changes: Mapping[str, Any] | None = None,
+    chat: bool = False,
+    without: str = "",
+) -> Path:
+    """A model of `family` with random weights, and a tokenizer of 96 words."""
+    config = config_of(family, changes)
+    config.pop(without, None)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(build(family, config).parameters()))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
+    names = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, 96))]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    if chat:
+        wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(directory)
+    return directory
