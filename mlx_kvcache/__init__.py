@@ -10,7 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mlx_kvcache.config import CacheConfig, validate
+from mlx_kvcache.faces import (
+    AttentionBackend,
+    AttentionLayer,
+    Cache,
+    SequenceControl,
+    SequencePlanner,
+)
+from mlx_kvcache.factory import FACTORY, CacheFactory
 from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
+from mlx_kvcache.metadata import read_metadata, write_metadata
+from mlx_kvcache.registry import REGISTRY, CacheRegistry, CacheSession, current_cache
 
 if TYPE_CHECKING:
     from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
@@ -19,15 +29,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FACTORY",
+    "REGISTRY",
+    "AttentionBackend",
+    "AttentionLayer",
+    "Cache",
     "CacheConfig",
+    "CacheFactory",
     "CacheGeometry",
+    "CacheRegistry",
+    "CacheSession",
     "LayerGeometry",
     "LayerPolicy",
     "MLXSequenceCache",
     "ModelLayer",
+    "SequenceControl",
+    "SequencePlanner",
     "__version__",
+    "current_cache",
     "make_prompt_cache",
+    "read_metadata",
     "validate",
+    "write_metadata",
 ]
 
 _NEEDS_MLX = {
