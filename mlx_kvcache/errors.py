@@ -57,3 +57,7 @@ class ModelFormatError(KVCacheError, ValueError):
 
 class UnsupportedModelError(KVCacheError, ValueError):
     """A model whose architecture this package (or mlx-lm) cannot run."""
+
+
+class KernelUnavailableError(KVCacheError, RuntimeError):
+    """A Metal kernel that was asked for where Metal, or the kernel's source, is missing."""
