@@ -11,6 +11,7 @@ import pytest
 from mlx_kvcache import metal_kernels
 from mlx_kvcache.metal_kernels import Launch
 
+from . import typical
 from .host import build, executor
 
 COMPILERS = ("g++", "clang++")
@@ -51,6 +52,7 @@ def _runner(place: str) -> Runner:
             pytest.skip("this MLX has no Metal")
         return Runner("gpu", metal_kernels.run)
     compiler = compiler_named(place)
+    executor.prepare([(launch, None) for launch in typical.launches()], compiler)
     return Runner(place, lambda launch: executor.run(launch, compiler))
 
 

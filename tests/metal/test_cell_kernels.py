@@ -33,13 +33,13 @@ def random_pool(data: st.DataObject, cells: int) -> mx.array:
 
 
 @EXAMPLES
-@given(data=st.data(), pool_cells=st.integers(1, 70))
+@given(data=st.data(), pool_cells=st.integers(8, 70))
 def test_cell_scatter_gives_the_same_bits_everywhere(
     runner: Runner, data: st.DataObject, pool_cells: int
 ) -> None:
     pool = random_pool(data, pool_cells)
     chosen = data.draw(
-        st.lists(st.integers(0, pool_cells - 1), min_size=1, max_size=pool_cells, unique=True)
+        st.lists(st.integers(0, pool_cells - 1), min_size=8, max_size=pool_cells, unique=True)
     )
     shape = (pool.shape[0], pool.shape[1], len(chosen), pool.shape[3])
     rows = random_array(5, shape, pool.dtype, data.draw(st.sampled_from(LAYOUTS)))
@@ -52,17 +52,29 @@ def test_cell_scatter_gives_the_same_bits_everywhere(
 
 
 @EXAMPLES
-@given(data=st.data(), pool_cells=st.integers(1, 70))
+@given(data=st.data(), pool_cells=st.integers(8, 70))
 def test_cell_gather_gives_the_same_bits_everywhere(
     runner: Runner, data: st.DataObject, pool_cells: int
 ) -> None:
     pool = random_pool(data, pool_cells)
-    chosen = data.draw(st.lists(st.integers(0, pool_cells - 1), min_size=1, max_size=90))
+    chosen = data.draw(st.lists(st.integers(0, pool_cells - 1), min_size=8, max_size=90))
     cells = mx.array(chosen, mx.int32)
     wanted = bits(pool)[:, :, chosen]
     (got,) = runner.run(metal_kernels.cell_gather(pool, cells))
     assert_same_bits(got, wanted, f"kernel on {runner.name}")
     assert_same_bits(kernel_ops.cell_gather(pool, cells), wanted, "ops")
+
+
+@pytest.mark.parametrize("chosen", [[0], [5, 2], [7, 0, 1, 2, 3, 4, 5]])
+def test_so_few_cells_that_they_come_in_constant_memory(runner: Runner, chosen: list[int]) -> None:
+    pool = random_array(1, (2, 2, 8, 16), mx.float16, "transposed")
+    rows = random_array(2, (2, 2, len(chosen), 16), mx.float16, "contiguous")
+    wanted = bits(pool).copy()
+    wanted[:, :, chosen] = bits(rows)
+    (scattered,) = runner.run(metal_kernels.cell_scatter(pool, rows, mx.array(chosen)))
+    assert_same_bits(scattered, wanted, "scatter")
+    (gathered,) = runner.run(metal_kernels.cell_gather(scattered, mx.array(chosen)))
+    assert_same_bits(gathered, rows, "gather")
 
 
 def test_a_strided_list_of_cells(runner: Runner) -> None:

@@ -142,3 +142,20 @@ def test_both_forms_of_a_placed_run_agree_and_leave_the_ring_alone() -> None:
     assert_same_bits(kernel_ops.place_at_integer(ring, piece, 1), wanted, "integer start")
     assert_same_bits(kernel_ops.place_at_array(ring, piece, 1), wanted, "array start")
     assert_same_bits(ring, before, "the ring that was passed")
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_compiled_step_with_an_array_start_is_traced_once(steps: int) -> None:
+    traces = []
+    case = dataclasses.replace(CASE, steps=steps)
+    rows = case.rows
+
+    def step(ring: mx.array, slot: mx.array) -> mx.array:
+        traces.append(1)
+        return kernel_ops.ring_write(ring, rows, slot)
+
+    compiled = mx.compile(step)
+    for slot in (0, 3, 4):
+        wanted = numpy_ring_write(dataclasses.replace(case, slot=slot))
+        assert_same_bits(compiled(case.ring, mx.array(slot)), wanted, f"slot {slot}")
+    assert len(traces) == 1
