@@ -23,6 +23,7 @@ from mlx_kvcache.metadata import read_metadata, write_metadata
 from mlx_kvcache.registry import REGISTRY, CacheRegistry, CacheSession, current_cache
 
 if TYPE_CHECKING:
+    from mlx_kvcache.attention import AttendSpec, attend, update_and_attend
     from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
     from mlx_kvcache.sequence_cache import MLXSequenceCache
 
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FACTORY",
     "REGISTRY",
+    "AttendSpec",
     "AttentionBackend",
     "AttentionLayer",
     "Cache",
@@ -46,14 +48,19 @@ __all__ = [
     "SequenceControl",
     "SequencePlanner",
     "__version__",
+    "attend",
     "current_cache",
     "make_prompt_cache",
     "read_metadata",
+    "update_and_attend",
     "validate",
     "write_metadata",
 ]
 
 _NEEDS_MLX = {
+    "AttendSpec": "mlx_kvcache.attention",
+    "attend": "mlx_kvcache.attention",
+    "update_and_attend": "mlx_kvcache.attention",
     "MLXSequenceCache": "mlx_kvcache.sequence_cache",
     "make_prompt_cache": "mlx_kvcache.integrations.mlx_lm",
 }

@@ -103,3 +103,7 @@ class SessionError(KVCacheError, RuntimeError):
 
 class NoActiveCacheError(KVCacheError, RuntimeError):
     """An operation that needs an active cache where none is active."""
+
+
+class KernelUnavailableError(KVCacheError, RuntimeError):
+    """A Metal kernel that was asked for where Metal, or the kernel's source, is missing."""
