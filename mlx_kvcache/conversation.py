@@ -124,6 +124,7 @@ class Conversation:
             replace(turn, start=min(turn.start, same), answer_start=min(turn.answer_start, same))
             for turn in earlier
         ]
+        self._stopping = False
         self._running = self._run(target, same, [*turns, Turn(text, start, len(target))])
         return self._running
 
@@ -136,6 +137,7 @@ class Conversation:
 
         Raises `RewindError` when there is none, or when the cache cannot go back to its start.
         """
+        self._settle()
         if not self._turns:
             raise RewindError("there is no turn to undo; the conversation is empty")
         turn = self._turns[-1]
@@ -185,7 +187,6 @@ class Conversation:
     def _run(self, target: list[int], same: int, turns: list[Turn]) -> Generator[str, None, None]:
         from mlx_lm.generate import wired_limit
 
-        self._stopping = False
         try:
             with wired_limit(self.cached.model):
                 self._prefill(target, same, turns)
