@@ -13,6 +13,8 @@ from mlx_kvcache.config import CacheConfig, validate
 from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
 
 if TYPE_CHECKING:
+    from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
+    from mlx_kvcache.cell_cache import MLXCellCache
     from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
     from mlx_kvcache.sequence_cache import MLXSequenceCache
 
@@ -23,6 +25,8 @@ __all__ = [
     "CacheGeometry",
     "LayerGeometry",
     "LayerPolicy",
+    "MLXBatchedSequenceCache",
+    "MLXCellCache",
     "MLXSequenceCache",
     "ModelLayer",
     "__version__",
@@ -31,6 +35,8 @@ __all__ = [
 ]
 
 _NEEDS_MLX = {
+    "MLXBatchedSequenceCache": "mlx_kvcache.batched_cache",
+    "MLXCellCache": "mlx_kvcache.cell_cache",
     "MLXSequenceCache": "mlx_kvcache.sequence_cache",
     "make_prompt_cache": "mlx_kvcache.integrations.mlx_lm",
 }
