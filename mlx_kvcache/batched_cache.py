@@ -125,6 +125,7 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
         identity = self.layout.add(twin.layout)
         self.layout.forked()
         self._caches[identity] = twin
+        self._end_step()
         return identity
 
     def remove(self, sequence: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_kvcache.cell_pool import CellPool
-from mlx_kvcache.cell_view import CellViews
+from mlx_kvcache.cell_view import CellView, CellViews
 from mlx_kvcache.config import CacheConfig
 from mlx_kvcache.errors import CapacityError
 from mlx_kvcache.geometry import CacheGeometry
@@ -51,7 +51,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         elements = sum(layer.elements_per_position for layer in geometry.layers)
         self._array_start = prefers_array_start(elements * itemsize)
         self._cells = min(config.initial_capacity, config.capacity)
-        self._views: CellViews
+        self._views: CellViews | None = None
         self._writes: tuple[Run, ...] = ()
         self._starts: tuple[int | mx.array, ...] = ()
         self._scattered: mx.array | None = None
@@ -89,10 +89,13 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         Raises `UnknownSequenceError`, `RewindError` for an `up_to` that is not held, or
         `StepError` for rows of an unfinished step.
         """
-        return self.layout.fork(sequence, up_to)
+        identity = self.layout.fork(sequence, up_to)
+        self._end_step()
+        return identity
 
     def remove(self, sequence: int) -> None:
         self.layout.remove(sequence)
+        self._end_step()
 
     def rewind(self, sequence: int, position: int) -> None:
         """Forget the positions of a sequence from `position` on; any held position will do.
@@ -101,6 +104,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         unfinished step.
         """
         self.layout.rewind(sequence, position)
+        self._end_step()
 
     def reserve(self, cells: int) -> None:
         """Grow once, now, so that `cells` cells need no further growth.
@@ -137,6 +141,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
                     pool.drop()
             self._cells = cells
         self.layout.apply_defragment(order)
+        self._end_step()
         return moved
 
     def cell_map(self, width: int = 64) -> str:
@@ -161,6 +166,10 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         else:
             self._starts = tuple(run.start for run in runs)
 
+    def _end_step(self) -> None:
+        self._views = None
+        self._scattered = None
+
     def _check_single_answer(self, step: DeclaredStep) -> None:
         """Every step has one: the cells, and a mask over them."""
 
@@ -182,8 +191,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         return self._rows(layer, (keys.dtype, values.dtype))
 
     def _rows(self, layer: int, dtypes: tuple[mx.Dtype, mx.Dtype]) -> KeysValues:
-        window = self.geometry.layers[layer].policy.window
-        keys, values = self._pools[layer].read((self._views.view(window).run,))
+        keys, values = self._pools[layer].read((self._view(layer).run,))
         return keys.astype(dtypes[0]), values.astype(dtypes[1])
 
     def _attend(
@@ -200,4 +208,8 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         return rows
 
     def _mask(self, layer: int) -> Mask:
-        return self._views.view(self.geometry.layers[layer].policy.window).mask
+        return self._view(layer).mask
+
+    def _view(self, layer: int) -> CellView:
+        assert self._views is not None, "a step is placed before a layer is written or asked"
+        return self._views.view(self.geometry.layers[layer].policy.window)

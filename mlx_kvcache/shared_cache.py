@@ -55,6 +55,10 @@ class MLXSharedCache(ABC, Generic[LayoutType, RowsType]):
         """Prepare what the layers of a step that was just placed will share."""
 
     @abstractmethod
+    def _end_step(self) -> None:
+        """Drop what the layers of the newest step shared: a verb has changed the sequences."""
+
+    @abstractmethod
     def _check_single_answer(self, step: DeclaredStep) -> None:
         """Raise `StepError` when the step has no single answer for all of its tokens."""
 
@@ -256,9 +260,10 @@ class MLXSharedCache(ABC, Generic[LayoutType, RowsType]):
         if step is self._step and step is self.layout.placed:
             return
         self.layout.place_step()
-        self._step = step
-        self._unwritten = set(range(len(self.geometry.layers)))
         self._begin_step(step)
+        self._unwritten = set(range(len(self.geometry.layers)))
+        # Last, so that a step whose beginning was interrupted begins again.
+        self._step = step
 
     def _written_step(self, layer: int) -> DeclaredStep:
         self._check_layer(layer)

@@ -285,6 +285,10 @@ class Driver(Generic[CacheType]):
             check_cells(cache, self.truth)
         else:
             check_batched(cache, self.truth, self.windows)
+            for sequence, rows in self.truth.items():
+                floor = cache.rewind_floor(sequence)
+                for position in range(1, len(rows) + 1):
+                    assert (position >= floor) == self.reachable(sequence, position)
 
 
 @contextmanager
