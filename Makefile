@@ -37,10 +37,11 @@ bench: $(STAMP) ## The short benchmarks, against mlx-lm's own caches
 	@$(RUN)/python benchmarks/cache_steps.py
 	@$(RUN)/python benchmarks/tokens_per_second.py --model smollm2 --prompt-tokens 256 --tokens 64
 
-lint: $(STAMP) ## ruff and mypy, as pre-commit runs them
+lint: $(STAMP) ## ruff, mypy and actionlint, as pre-commit runs them
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@if [ -x $(BIN)/actionlint ]; then $(BIN)/actionlint; else echo "actionlint: not available here"; fi
 
 format: $(STAMP) ## Let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .

@@ -10,9 +10,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mlx_kvcache.config import CacheConfig, validate
+from mlx_kvcache.faces import (
+    AttentionBackend,
+    AttentionLayer,
+    Cache,
+    SequenceControl,
+    SequencePlanner,
+    SharedControl,
+    StepBackend,
+)
+from mlx_kvcache.factory import FACTORY, CacheFactory
 from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
+from mlx_kvcache.metadata import read_metadata, write_metadata
+from mlx_kvcache.registry import REGISTRY, CacheRegistry, CacheSession, current_cache
 
 if TYPE_CHECKING:
+    from mlx_kvcache.attention import AttendSpec, attend, update_and_attend
     from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
     from mlx_kvcache.cell_cache import MLXCellCache
     from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
@@ -21,20 +34,41 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FACTORY",
+    "REGISTRY",
+    "AttendSpec",
+    "AttentionBackend",
+    "AttentionLayer",
+    "Cache",
     "CacheConfig",
+    "CacheFactory",
     "CacheGeometry",
+    "CacheRegistry",
+    "CacheSession",
     "LayerGeometry",
     "LayerPolicy",
     "MLXBatchedSequenceCache",
     "MLXCellCache",
     "MLXSequenceCache",
     "ModelLayer",
+    "SequenceControl",
+    "SequencePlanner",
+    "SharedControl",
+    "StepBackend",
     "__version__",
+    "attend",
+    "current_cache",
     "make_prompt_cache",
+    "read_metadata",
+    "update_and_attend",
     "validate",
+    "write_metadata",
 ]
 
 _NEEDS_MLX = {
+    "AttendSpec": "mlx_kvcache.attention",
+    "attend": "mlx_kvcache.attention",
+    "update_and_attend": "mlx_kvcache.attention",
     "MLXBatchedSequenceCache": "mlx_kvcache.batched_cache",
     "MLXCellCache": "mlx_kvcache.cell_cache",
     "MLXSequenceCache": "mlx_kvcache.sequence_cache",

@@ -16,7 +16,7 @@ from mlx_kvcache.layout.steps import DeclaredStep
 from mlx_kvcache.masks import Mask
 from mlx_kvcache.sequence_cache import MLXSequenceCache
 from mlx_kvcache.sequence_layer import SequenceLayer
-from mlx_kvcache.shared_cache import MLXSharedCache, attend_rows
+from mlx_kvcache.shared_cache import AttendOptions, MLXSharedCache, attend_rows
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -178,15 +178,10 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
         return [(keys.astype(dtypes[0]), values.astype(dtypes[1])) for keys, values in rows]
 
     def _attend(
-        self,
-        layer: int,
-        rows: list[KeysValues],
-        queries: mx.array,
-        scale: float,
-        sinks: mx.array | None,
+        self, layer: int, rows: list[KeysValues], queries: mx.array, options: AttendOptions
     ) -> mx.array:
         answers = [
-            attend_rows(own, keys, values, scale, mask, sinks)
+            attend_rows(own, keys, values, mask, options)
             for own, (keys, values), mask in zip(
                 self._running.split(queries), rows, self._ask_masks(layer), strict=True
             )

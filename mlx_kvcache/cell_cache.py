@@ -14,7 +14,7 @@ from mlx_kvcache.layout.runs import Run, grown_rows
 from mlx_kvcache.layout.steps import DeclaredStep
 from mlx_kvcache.masks import Mask
 from mlx_kvcache.rows import prefers_array_start
-from mlx_kvcache.shared_cache import MLXSharedCache, attend_rows
+from mlx_kvcache.shared_cache import AttendOptions, MLXSharedCache, attend_rows
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -187,7 +187,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         if self._scattered is not None:
             pool.scatter(self._scattered, keys, values)
         else:
-            pool.write(self._writes, self._starts, keys, values)
+            pool.place(self._writes, self._starts, keys, values)
         return self._rows(layer, (keys.dtype, values.dtype))
 
     def _rows(self, layer: int, dtypes: tuple[mx.Dtype, mx.Dtype]) -> KeysValues:
@@ -195,14 +195,9 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         return keys.astype(dtypes[0]), values.astype(dtypes[1])
 
     def _attend(
-        self,
-        layer: int,
-        rows: KeysValues,
-        queries: mx.array,
-        scale: float,
-        sinks: mx.array | None,
+        self, layer: int, rows: KeysValues, queries: mx.array, options: AttendOptions
     ) -> mx.array:
-        return attend_rows(queries, *rows, scale, self._mask(layer), sinks)
+        return attend_rows(queries, *rows, self._mask(layer), options)
 
     def _single(self, rows: KeysValues) -> KeysValues:
         return rows

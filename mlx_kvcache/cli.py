@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from mlx_kvcache.commands.chat import chat
 from mlx_kvcache.commands.console import (
     BROKEN_PIPE,
     INTERRUPTED,
@@ -21,6 +22,7 @@ from mlx_kvcache.commands.console import (
 )
 from mlx_kvcache.commands.generate import generate
 from mlx_kvcache.commands.inspect import inspect
+from mlx_kvcache.commands.op import op
 from mlx_kvcache.errors import KVCacheError
 
 # The base of typer's usage errors, wherever the installed version of typer has it.
@@ -80,7 +82,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(chat)
 app.command()(inspect)
+app.command()(op)
 
 
 def _show_version(wanted: bool) -> None:
@@ -112,6 +116,7 @@ def root(
     ```sh
     mlx-kvcache generate "What is the capital of France?"
     mlx-kvcache generate --model ./my-model --max-tokens 64 < prompt.txt
+    mlx-kvcache chat --system "Answer in one sentence."
     mlx-kvcache inspect ./my-model/config.json --context 32768
     ```
     """

@@ -77,3 +77,45 @@ class UnsupportedModelError(KVCacheError, ValueError):
 
 class MissingDependencyError(KVCacheError, ImportError):
     """A feature whose optional package is not installed."""
+
+
+class MetadataError(GeometryError):
+    """Published cache metadata that is missing a field, malformed, or of an unknown version."""
+
+
+class RegistrationError(KVCacheError, ValueError):
+    """A cache builder that a factory does not take: not callable, badly named, or a duplicate."""
+
+
+class _LookupError(KVCacheError, KeyError):
+    def __str__(self) -> str:
+        # KeyError prints the repr of its argument, which is meant for a bare key.
+        return Exception.__str__(self)
+
+
+class CacheKindError(_LookupError):
+    """A (backend, kind) for which no builder is registered."""
+
+
+class CacheKeyError(_LookupError):
+    """A registry key under which no cache is installed."""
+
+
+class BuilderError(KVCacheError, RuntimeError):
+    """A cache builder that cannot be loaded, or whose answer is not a cache."""
+
+
+class FaceError(KVCacheError, TypeError):
+    """An object that lacks the face (the set of calls) that was asked for."""
+
+
+class SessionError(KVCacheError, RuntimeError):
+    """A session used before it is opened, after it is closed, or entered twice."""
+
+
+class NoActiveCacheError(KVCacheError, RuntimeError):
+    """An operation that needs an active cache where none is active."""
+
+
+class KernelUnavailableError(KVCacheError, RuntimeError):
+    """A Metal kernel that was asked for where Metal, or the kernel's source, is missing."""

@@ -93,15 +93,13 @@ def check_room(prompt_count: int, max_tokens: int, choice: CacheChoice) -> None:
         )
 
 
-def make_cache(
-    model: Module, choice: CacheChoice, prompt_count: int, max_tokens: int
-) -> PromptCache:
-    """The cache of one answer, reserved at once where that is known to pay.
+def chosen_cache(model: Module, choice: CacheChoice) -> PromptCache:
+    """An empty cache as chosen.
 
     Raises `GeometryError` or `ConfigError` where the choice does not fit the model.
     """
     initial, max_write = choice.initial_capacity, choice.max_write
-    cache = make_prompt_cache(
+    return make_prompt_cache(
         model,
         choice.capacity,
         initial_capacity=DEFAULT_INITIAL_CAPACITY if initial is None else initial,
@@ -109,11 +107,21 @@ def make_cache(
         max_write=DEFAULT_MAX_WRITE if max_write is None else max_write,
         windows=choice.windows,
     )
+
+
+def make_cache(
+    model: Module, choice: CacheChoice, prompt_count: int, max_tokens: int
+) -> PromptCache:
+    """The cache of one answer, reserved at once where that is known to pay.
+
+    Raises `GeometryError` or `ConfigError` where the choice does not fit the model.
+    """
+    cache = chosen_cache(model, choice)
     # Growth by doubling holds up to twice the rows it needs. An answer no longer than its prompt
     # stays within that, so reserving both saves every copy and costs no memory. A longer one
     # often ends early, and its rows would have been allocated for nothing. Whoever sets where
     # growth begins wants it to grow from there.
-    if initial is None and max_tokens <= prompt_count:
+    if choice.initial_capacity is None and max_tokens <= prompt_count:
         cache.sequence.reserve(prompt_count + max_tokens)
     return cache
 

@@ -6,12 +6,14 @@ business and never stands here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mlx_kvcache.errors import GeometryError
+
+_Kind = TypeVar("_Kind")
 
 PolicyKind = Literal["flat", "ring"]
 
@@ -19,6 +21,16 @@ PolicyKind = Literal["flat", "ring"]
 def _require_integer(name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise GeometryError(f"{name} must be an integer >= {minimum}, got {value!r}")
+
+
+def _as_tuple(name: str, values: object, kind: type[_Kind]) -> tuple[_Kind, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise GeometryError(f"{name} must be a sequence of {kind.__name__}, got {values!r}")
+    made = tuple(values)
+    for value in made:
+        if not isinstance(value, kind):
+            raise GeometryError(f"{name} must hold {kind.__name__} only, got {value!r}")
+    return made
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,11 @@ class LayerGeometry:
     shared: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.policy, LayerPolicy):
+            raise GeometryError(
+                f"a layer's policy is a LayerPolicy, got {self.policy!r}; LayerPolicy.flat() and "
+                "LayerPolicy.ring(window) make one"
+            )
         _require_integer("kv_heads", self.kv_heads, 1)
         _require_integer("key_dim", self.key_dim, 1)
         _require_integer("value_dim", self.value_dim, 0)
@@ -109,7 +126,10 @@ class CacheGeometry:
     model_layers: tuple[ModelLayer, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "layers", _as_tuple("layers", self.layers, LayerGeometry))
+        object.__setattr__(
+            self, "model_layers", _as_tuple("model_layers", self.model_layers, ModelLayer)
+        )
         if not self.layers:
             raise GeometryError(
                 "a cache geometry needs at least one layer that keeps keys and values; "
@@ -119,8 +139,8 @@ class CacheGeometry:
             each = tuple(ModelLayer((index,)) for index in range(len(self.layers)))
             object.__setattr__(self, "model_layers", each)
         for number, layer in enumerate(self.model_layers):
-            for index in layer.caches:
-                if not 0 <= index < len(self.layers):
+            for index in _as_tuple(f"caches of model layer {number}", layer.caches, int):
+                if isinstance(index, bool) or not 0 <= index < len(self.layers):
                     raise GeometryError(
                         f"model layer {number} reads cache layer {index}, "
                         f"but there are only {len(self.layers)} cache layers"
@@ -138,6 +158,25 @@ class CacheGeometry:
 
         return geometry_from_hf(config)
 
+    def to_metadata(self) -> dict[str, Any]:
+        """The geometry in plain JSON types, to be published beside a model or in a saved cache.
+
+        Every call makes a new dict. Raises `MetadataError` when this object breaks its own rules.
+        """
+        from mlx_kvcache.metadata import geometry_to_metadata
+
+        return geometry_to_metadata(self)
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> CacheGeometry:
+        """The geometry that `to_metadata` described; fields unknown to this version are ignored.
+
+        Raises `MetadataError` for a missing field, an unknown version or a malformed value.
+        """
+        from mlx_kvcache.metadata import geometry_from_metadata
+
+        return geometry_from_metadata(metadata)
+
     @property
     def windows(self) -> tuple[int, ...]:
         """The window of each cache layer, 0 for a flat one."""
@@ -149,7 +188,7 @@ class CacheGeometry:
         0 makes a layer flat. Raises `GeometryError` when the count is neither 1 nor the number of
         cache layers, or a window is negative. This geometry is left as it is.
         """
-        given = tuple(windows)
+        given = _as_tuple("windows", windows, int)
         if len(given) == 1:
             given = given * len(self.layers)
         if len(given) != len(self.layers):

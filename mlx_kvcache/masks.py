@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any, NoReturn
+
 import mlx.core as mx
+
+from mlx_kvcache.errors import ConfigError, PositionError
 
 #: None (every row answered is visible), "causal" (lower-right aligned), or bool [T, S].
 Mask = mx.array | str | None
@@ -14,29 +19,42 @@ NO_POSITION = -1
 class StepMasks:
     """The masks of the layers that share one policy, made once a step and shared.
 
-    `window` and `ring_size` are 0 for flat layers. `slot_order_step` is the (position, tokens)
-    for which a mask in the order of a ring's slots was given: the rows of that step must then be
-    answered in this order.
+    `window` and `ring_size` are 0 for flat layers. Which steps were given a mask in the order of
+    a ring's slots is remembered: their rows must then be answered in this order.
     """
 
     __slots__ = (
-        "_key",
-        "_mask",
+        "_memo",
+        "_memo_position",
         "_ring_size",
-        "_slots",
+        "_slot_masks",
+        "_slot_order",
         "_templates",
         "_window",
-        "slot_order_step",
     )
 
     def __init__(self, window: int, ring_size: int) -> None:
         self._window = window
         self._ring_size = ring_size
-        self._key = (NO_POSITION, 0, 0, False)
-        self._mask: Mask = None
         self._templates: dict[int, mx.array] = {}
-        self._slots: dict[tuple[int, int], mx.array] = {}
-        self.slot_order_step = (NO_POSITION, 0)
+        self._slot_masks: dict[tuple[int, int], mx.array] = {}
+        self.forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepMasks:
+        # The decode masks are constants, which a copy may share.
+        twin = copy.copy(self)
+        twin.forget()
+        return twin
+
+    def forget(self) -> None:
+        """Drop what was remembered of the running step."""
+        self._memo_position = NO_POSITION
+        self._memo: dict[tuple[int, int, str], mx.array] = {}
+        self._slot_order: set[int] = set()
+
+    def in_slot_order(self, position: int, tokens: int) -> bool:
+        """Whether the step of `tokens` at `position` was given a mask in the order of the slots."""
+        return self._memo_position == position and tokens in self._slot_order
 
     def mask(self, position: int, tokens: int, window: int, as_array: bool) -> Mask:
         """The mask of a step of `tokens` at `position`, which is yet to be written.
@@ -44,51 +62,75 @@ class StepMasks:
         `window` narrows the policy's own (0 = no further). "causal" is answered where it is
         enough and no array is asked for; None for one token that sees all rows answered.
         """
-        own = self._window
-        narrow = own if not window or 0 < own < window else window
-        if tokens == 1:
-            end = position + 1
-            if own and end > own:
-                self.slot_order_step = (position, 1)
-                return self._decode_mask(position, narrow)
-            if not narrow or end <= narrow:
-                return None
-        key = (position, tokens, window, as_array)
-        if key != self._key:
-            self._mask = self._build(position, tokens, narrow, as_array)
-            self._key = key
-        return self._mask
-
-    def forget(self) -> None:
-        """Drop what was remembered of the running step."""
-        self._key = (NO_POSITION, 0, 0, False)
-        self._mask = None
-        self.slot_order_step = (NO_POSITION, 0)
-
-    def _build(self, position: int, tokens: int, window: int, as_array: bool) -> Mask:
         end = position + tokens
-        first = max(0, position - self._window + 1) if self._window else 0
+        own = self._window
+        if window < 0 or (tokens != 1 and (type(tokens) is not int or tokens < 1)):
+            _refuse(tokens, window)
+        if tokens == 1 and own and end > own:
+            self._at(position)
+            self._slot_order.add(1)
+            return self._decode_mask(position, self._narrower(window))
         size = self._ring_size
-        if size and end - first <= size and first // size != (end - 1) // size:
-            self.slot_order_step = (position, tokens)
-            return ring_band(position, tokens, size, window)
-        if end - first <= window:
-            window = 0
-        if window or as_array:
-            return band(position, tokens, first, end - first, window)
-        return "causal"
+        first = self._first_row(position)
+        if size and tokens > 1 and end - first <= size and first // size != (end - 1) // size:
+            self._at(position)
+            self._slot_order.add(tokens)
+            return self._ring_mask(position, tokens, self._narrower(window))
+        return self.logical(position, tokens, window, as_array)
+
+    def logical(self, position: int, tokens: int, window: int, as_array: bool) -> Mask:
+        """The mask of the same step for rows in logical order."""
+        narrow = self._narrower(window)
+        first = self._first_row(position)
+        rows = position + tokens - first
+        if rows <= narrow:
+            narrow = 0
+        if tokens == 1 and not narrow:
+            return None
+        if not narrow and not as_array:
+            return "causal"
+        self._at(position)
+        key = (tokens, narrow, "logical")
+        if key not in self._memo:
+            self._memo[key] = band(position, tokens, first, rows, narrow)
+        return self._memo[key]
+
+    def _at(self, position: int) -> None:
+        if position != self._memo_position:
+            self._memo_position = position
+            self._memo.clear()
+            self._slot_order.clear()
+
+    def _first_row(self, position: int) -> int:
+        return max(0, position - self._window + 1) if self._window else 0
+
+    def _narrower(self, window: int) -> int:
+        own = self._window
+        return own if not window or 0 < own < window else window
+
+    def _ring_mask(self, position: int, tokens: int, window: int) -> mx.array:
+        key = (tokens, window, "slots")
+        if key not in self._memo:
+            self._memo[key] = ring_band(position, tokens, self._ring_size, window)
+        return self._memo[key]
 
     def _decode_mask(self, position: int, window: int) -> mx.array:
         size = self._ring_size
         slot = position % size
-        mask = self._slots.get((slot, window))
+        mask = self._slot_masks.get((slot, window))
         if mask is None:
             template = self._templates.get(window)
             if template is None:
                 template = self._templates[window] = ring_template(size, window)
             mask = template[:, size - 1 - slot : 2 * size - 1 - slot]
-            self._slots[slot, window] = mask
+            self._slot_masks[slot, window] = mask
         return mask
+
+
+def _refuse(tokens: int, window: int) -> NoReturn:
+    if type(tokens) is not int or tokens < 1:
+        raise PositionError(f"a mask is for at least one token, got {tokens!r}")
+    raise ConfigError(f"the window of a mask must be 0 (none) or more, got {window}")
 
 
 def band(

@@ -21,15 +21,17 @@ class PolicyStep:
     `stop` (rows to answer with; 0 for the whole pool). Everything else is asked once a step.
 
     `window` and `ring_size` are 0 for flat layers. `rows` is what every pool must have allocated:
-    a step that needs more is never a decode step, so that every layer passes through the
-    general path and grows.
+    while one has less, no step is opened as a decode step, so that every layer passes through the
+    general path and grows. MLX does not check the bounds of an array start.
 
     A wrapped ring is answered in the order of its slots when a mask for that order was asked for,
     and in logical order otherwise. With the mask, nothing has to be copied to read it.
     """
 
     __slots__ = (
+        "_allocated",
         "_array_start",
+        "_behind",
         "_layer_index",
         "_masks",
         "_row_limit",
@@ -59,6 +61,9 @@ class PolicyStep:
         self.window = layout.window if isinstance(layout, RingLayout) else 0
         self.ring_size = layout.size if isinstance(layout, RingLayout) else 0
         self._row_limit = self.ring_size or sequence.capacity
+        # The layers that have a pool, and those whose pool is yet to grow to `rows`.
+        self._allocated: set[int] = set()
+        self._behind: set[int] = set()
         self._masks = StepMasks(self.window, self.ring_size)
         self.rows = min(initial_rows, self._row_limit)
         self.plan: StepPlan | None = None
@@ -75,15 +80,21 @@ class PolicyStep:
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin._sequence = copy.deepcopy(self._sequence, memo)
-        twin._masks = copy.copy(self._masks)
+        twin._masks = copy.deepcopy(self._masks, memo)
         twin.joined = dict(self.joined)
+        twin._allocated = set(self._allocated)
+        twin._behind = set(self._behind)
         return twin
 
     def mask(self, position: int, tokens: int, window: int, as_array: bool) -> Mask:
         """The mask for the rows with which the step of `tokens` at `position` will be answered.
 
-        `window` narrows the policy's own (0 = no further). Pure, but for being remembered.
+        `window` narrows the policy's own (0 = no further). A step that another layer was already
+        answered in logical order keeps this order. Raises `PositionError` for less than one token
+        and `ConfigError` for a negative window.
         """
+        if self.plan is not None and not self.physical and self.is_running(position, tokens):
+            return self._masks.logical(position, tokens, window, as_array)
         return self._masks.mask(position, tokens, window, as_array)
 
     def open_decode(self, position: int) -> bool:
@@ -91,12 +102,12 @@ class PolicyStep:
 
         Commits it. Raises `PositionError` or `CapacityError`, and then changes nothing.
         """
-        if not self._array_start:
+        if not self._array_start or self._behind:
             return False
         end = position + 1
         window = self.window
         if window and end > window:
-            if self._masks.slot_order_step != (position, 1) or self.rows < self.ring_size:
+            if not self._masks.in_slot_order(position, 1) or self.rows < self.ring_size:
                 return False
             self._sequence.append(position, 1)
             self.stop = 0
@@ -130,12 +141,12 @@ class PolicyStep:
         # From the first position outside the window on, a ring is read whole.
         outside = self.window and plan.end > self.window
         needed = self.ring_size if outside else plan.end
-        self.rows = grown_rows(self.rows, needed, self._row_limit)
+        self._grow_to(grown_rows(self.rows, needed, self._row_limit))
         self._close_plan()
         self.position = NO_POSITION
         self.plan = plan
         self.end = plan.end
-        self.physical = self._masks.slot_order_step == (position, tokens)
+        self.physical = self._masks.in_slot_order(position, tokens)
         if self._array_start:
             self.starts = tuple(mx.array([run.start]) for run in plan.write)
         else:
@@ -164,7 +175,21 @@ class PolicyStep:
 
     def reserve(self, length: int) -> None:
         """Ask for enough rows, at once, that `length` positions fit without growing again."""
-        self.rows = max(self.rows, min(length, self._row_limit))
+        rows = max(self.rows, min(length, self._row_limit))
+        if rows > self.rows and self.position != NO_POSITION and not self.stop:
+            # The running step answers with the whole pool, which is about to have more rows.
+            self.stop = self.end
+        self._grow_to(rows)
+
+    def has_grown(self, layer: int) -> None:
+        """Note that the pool of `layer` has the rows that every pool must have."""
+        self._allocated.add(layer)
+        self._behind.discard(layer)
+
+    def _grow_to(self, rows: int) -> None:
+        if rows > self.rows:
+            self.rows = rows
+            self._behind = set(self._allocated)
 
     @property
     def rewind_floor(self) -> int:

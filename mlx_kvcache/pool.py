@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_kvcache.errors import UpdateShapeError
+from mlx_kvcache.kernels import ring_join, ring_write
 from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.rows import write_rows
 
@@ -105,12 +106,7 @@ class KVPool:
 
         The rounding keeps an answer the same whether its rows were stored before or not.
         """
-        old_keys = _slices(self._keys, runs)
-        old_values = _slices(self._values, runs)
-        return (
-            _joined([*old_keys, keys.astype(_dtype(self._keys))]),
-            _joined([*old_values, values.astype(_dtype(self._values))]),
-        )
+        return _before(self._keys, runs, keys), _before(self._values, runs, values)
 
 
 def _replacement(name: str, held: mx.array | None, array: mx.array) -> mx.array:
@@ -129,10 +125,6 @@ def _allocated(array: mx.array | None) -> mx.array:
     return array
 
 
-def _dtype(array: mx.array | None) -> mx.Dtype:
-    return _allocated(array).dtype
-
-
 def _with_rows(array: mx.array, rows: int) -> mx.array:
     batch, heads, held, dim = array.shape
     if rows <= held:
@@ -147,14 +139,22 @@ def _written(
     starts: Sequence[int | mx.array],
     rows: mx.array,
 ) -> mx.array:
-    written = _allocated(pool)
-    row = rows.shape[2] - sum(run.length for run in runs)
-    for run, start in zip(runs, starts, strict=True):
-        end = row + run.length
-        new = rows if run.length == rows.shape[2] else rows[:, :, row:end]
-        written = write_rows(written, new, start)
-        row = end
-    return written
+    array = _allocated(pool)
+    stored = sum(run.length for run in runs)
+    if stored < rows.shape[2]:
+        rows = rows[:, :, rows.shape[2] - stored :]
+    if len(runs) == 1:
+        return write_rows(array, rows, starts[0])
+    # Two runs: the rows wrap, and the pool is the whole ring.
+    return ring_write(array, rows.astype(array.dtype), runs[0].start)
+
+
+def _before(pool: mx.array | None, runs: Sequence[Run], rows: mx.array) -> mx.array:
+    array = _allocated(pool)
+    rows = rows.astype(array.dtype)
+    if not runs:
+        return rows
+    return ring_join(array, rows, runs[0].start, sum(run.length for run in runs))
 
 
 def _slices(pool: mx.array | None, runs: Sequence[Run]) -> list[mx.array]:

@@ -136,6 +136,8 @@ class MLXSequenceCache:
 
         Raises `CapacityError`, and changes nothing, when `length` exceeds the capacity.
         """
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+            raise CapacityError(f"a reservation needs a number of positions >= 0, got {length!r}")
         if length > self.capacity:
             raise CapacityError(
                 f"cannot reserve {length} positions: the capacity is {self.capacity}; "
@@ -158,7 +160,7 @@ class MLXSequenceCache:
         if position > shortest:
             raise RewindError(
                 f"cannot rewind to {position}: a step was interrupted and some layers hold only "
-                f"{shortest} positions; rewind to {shortest} or less"
+                f"{shortest} positions; rewind to {shortest} or less, or clear the cache"
             )
         self.layout.rewind(position)
         self._settle(position)

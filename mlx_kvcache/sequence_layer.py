@@ -69,7 +69,8 @@ class SequenceLayer(KVPool):
         """Append keys [B, H, T, key_dim] and values [B, H, T, value_dim]; answer what is visible.
 
         The rows come back in the caller's dtype, in logical order, or in the order of the ring's
-        slots when `make_mask` was asked for this step and answered a mask for that order.
+        slots when `make_mask` was asked for this step and answered a mask for that order. A dtype
+        other than before is looked for in the first layer of a step only.
         Raises `UpdateShapeError`, `UpdateDtypeError`, `PositionError` or `CapacityError`, and
         then nothing has changed.
         """
@@ -118,7 +119,8 @@ class SequenceLayer(KVPool):
         """The mask for the next N tokens, to be asked for before they are written.
 
         None, "causal" (lower-right aligned) or a bool array [N, S] that fits the S rows which
-        the next update answers with. `window_size` narrows the layer's own window.
+        the next update answers with. `window_size` narrows the layer's own window. Raises
+        `PositionError` for less than one token, `ConfigError` for a negative window.
         """
         return self._step.mask(self.offset, N, window_size or 0, return_array)
 
@@ -153,6 +155,12 @@ class SequenceLayer(KVPool):
         self.offset = position
         self._step.forget()
         self.grow(self._step.rows)
+
+    def grow(self, rows: int) -> None:
+        """Append zero rows up to `rows`, and tell the other layers' step that it was done."""
+        super().grow(rows)
+        if self._keys is not None:
+            self._step.has_grown(self.index)
 
     def _update(self, keys: mx.array, values: mx.array) -> KeysValues:
         step = self._step
@@ -197,6 +205,12 @@ class SequenceLayer(KVPool):
     def _check(self, keys: mx.array, values: mx.array) -> None:
         geometry = self.geometry
         heads = geometry.kv_heads
+        for name, array in (("keys", keys), ("values", values)):
+            if not isinstance(array, mx.array):
+                raise UpdateDtypeError(
+                    f"cache layer {self.index} takes {name} as an mlx array, got "
+                    f"{type(array).__name__}; wrap it in mx.array first"
+                )
         if keys.ndim != 4 or values.ndim != 4:
             self._refuse_shape(keys, values, "both must have four axes [B, H, T, D]")
         batch, key_heads, count, key_dim = keys.shape
@@ -227,8 +241,7 @@ class SequenceLayer(KVPool):
     def _allocate_for(self, keys: mx.array, values: mx.array) -> None:
         batch, heads, _, key_dim = keys.shape
         value_dim = values.shape[3]
-        key_dtype = self._storage_dtype or keys.dtype
-        value_dtype = self._storage_dtype or values.dtype
+        key_dtype, value_dtype = self._storage_dtypes(keys, values)
         if not self._holds(batch, key_dtype, value_dtype):
             rows = self._step.rows
             self.allocate(
@@ -244,6 +257,13 @@ class SequenceLayer(KVPool):
         if self._holds(batch, keys.dtype, values.dtype):
             self._key_shape = (batch, heads, 1, key_dim)
             self._value_shape = (batch, heads, 1, value_dim)
+
+    def _storage_dtypes(self, keys: mx.array, values: mx.array) -> tuple[mx.Dtype, mx.Dtype]:
+        if self._storage_dtype is not None:
+            return self._storage_dtype, self._storage_dtype
+        if self.offset and self._keys is not None and self._values is not None:
+            return self._keys.dtype, self._values.dtype
+        return keys.dtype, values.dtype
 
     def _holds(self, batch: int, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> bool:
         if self._keys is None or self._values is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 
+from mlx_kvcache.attend_spec import AttendSpec, attend_unchecked, check_options
 from mlx_kvcache.config import CacheConfig, validate
 from mlx_kvcache.errors import (
     AttentionError,
@@ -24,6 +25,15 @@ from mlx_kvcache.masks import Mask
 LayoutType = TypeVar("LayoutType", bound=SharedLayout)
 #: What a cache answers one layer's step with, before it is attended.
 RowsType = TypeVar("RowsType")
+
+
+class AttendOptions(NamedTuple):
+    """How queries are attended, whatever the rows are."""
+
+    scale: float
+    sinks: mx.array | None = None
+    softcap: float | None = None
+    out_dtype: mx.Dtype | None = None
 
 
 class MLXSharedCache(ABC, Generic[LayoutType, RowsType]):
@@ -72,7 +82,7 @@ class MLXSharedCache(ABC, Generic[LayoutType, RowsType]):
 
     @abstractmethod
     def _attend(
-        self, layer: int, rows: RowsType, queries: mx.array, scale: float, sinks: mx.array | None
+        self, layer: int, rows: RowsType, queries: mx.array, options: AttendOptions
     ) -> mx.array:
         """Attend the queries of the running step to the rows of a layer."""
 
@@ -183,13 +193,17 @@ class MLXSharedCache(ABC, Generic[LayoutType, RowsType]):
         values: mx.array,
         scale: float,
         sinks: mx.array | None = None,
+        *,
+        softcap: float | None = None,
+        out_dtype: mx.Dtype | None = None,
         positions: Sequence[int] | None = None,
     ) -> mx.array:
         """Write the new rows of the declared step into a layer, and attend to what each sees.
 
         queries [1, Hq, T, key_dim], keys [1, H, T, key_dim] and values [1, H, T, value_dim] with
-        the tokens in the declared order, already rotated; Hq a multiple of H. `sinks` [Hq]. The
-        answer is [1, Hq, T, value_dim] in the dtype of the queries.
+        the tokens in the declared order, already rotated; Hq a multiple of H. The answer is
+        [1, Hq, T, value_dim] in `out_dtype`, or in the dtype of the queries. sinks [Hq] and
+        softcap as in `mlx_kvcache.attend`.
 
         A layer that is asked again within the step is not written again: layers that share keys
         and values do that. It must be marked `shared` in the geometry, or give `positions`, so
@@ -199,12 +213,20 @@ class MLXSharedCache(ABC, Generic[LayoutType, RowsType]):
         `UpdateDtypeError` or `AttentionError`, and then changes nothing.
         """
         step = self._check_update(layer, keys, values, positions)
-        self._check_queries(layer, queries, step.tokens, sinks)
+        options = AttendOptions(scale, sinks, softcap, out_dtype)
+        self._check_queries(layer, queries, step.tokens, options)
         rows = self._updated(layer, keys, values, step)
-        return self._attend(layer, rows, queries, scale, sinks)
+        return self._attend(layer, rows, queries, options)
 
     def attend_again(
-        self, layer: int, queries: mx.array, scale: float, sinks: mx.array | None = None
+        self,
+        layer: int,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        *,
+        softcap: float | None = None,
+        out_dtype: mx.Dtype | None = None,
     ) -> mx.array:
         """Attend other queries of the running step to a layer that has written it already.
 
@@ -212,9 +234,10 @@ class MLXSharedCache(ABC, Generic[LayoutType, RowsType]):
         Raises `StepError` when the layer has not written the running step.
         """
         step = self._written_step(layer)
-        self._check_queries(layer, queries, step.tokens, sinks)
+        options = AttendOptions(scale, sinks, softcap, out_dtype)
+        self._check_queries(layer, queries, step.tokens, options)
         rows = self._rows(layer, (queries.dtype, queries.dtype))
-        return self._attend(layer, rows, queries, scale, sinks)
+        return self._attend(layer, rows, queries, options)
 
     def update_and_fetch(
         self,
@@ -315,7 +338,7 @@ class MLXSharedCache(ABC, Generic[LayoutType, RowsType]):
         return step
 
     def _check_queries(
-        self, layer: int, queries: mx.array, tokens: int, sinks: mx.array | None
+        self, layer: int, queries: mx.array, tokens: int, options: AttendOptions
     ) -> None:
         geometry = self.geometry.layers[layer]
         shape = queries.shape
@@ -333,23 +356,13 @@ class MLXSharedCache(ABC, Generic[LayoutType, RowsType]):
             raise AttentionError(f"queries must be floating-point, got {queries.dtype}")
         if not geometry.value_dim:
             raise AttentionError(f"cache layer {layer} keeps no values to attend to")
-        if sinks is not None and sinks.shape != (shape[1],):
-            raise AttentionError(
-                f"sinks must hold one number for each of the {shape[1]} query heads, "
-                f"got {list(sinks.shape)}"
-            )
+        check_options(shape[1], options.scale, options.out_dtype, options.sinks, options.softcap)
 
 
 def attend_rows(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None,
+    queries: mx.array, keys: mx.array, values: mx.array, mask: Mask, options: AttendOptions
 ) -> mx.array:
-    """Attention of queries [1, Hq, T, D] to rows [1, H, S, D] in the dtype of the queries."""
-    dtype = queries.dtype
-    return mx.fast.scaled_dot_product_attention(
-        queries, keys.astype(dtype), values.astype(dtype), scale=scale, mask=mask, sinks=sinks
-    )
+    """Attention of queries [1, Hq, T, D] to rows [1, H, S, D], none of them blind."""
+    spec = AttendSpec.from_mask(mask)
+    scale, sinks, softcap, out_dtype = options
+    return attend_unchecked(queries, keys, values, spec, scale, out_dtype, sinks, softcap)

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mlx_kvcache.commands.console import INTERRUPTED, print_note, write_json
-from mlx_kvcache.commands.options import GenerateOptions, parse_windows, read_prompt
-from mlx_kvcache.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_MAX_WRITE
+from mlx_kvcache.commands.flags import (
+    DEFAULT_MODEL,
+    Capacity,
+    KVDtype,
+    MaxWrite,
+    ModelName,
+    PrefillStep,
+    Seed,
+    SystemPrompt,
+    Temperature,
+    TopP,
+    WeightsDtype,
+    Windows,
+)
+from mlx_kvcache.commands.options import RunOptions, parse_windows, read_prompt
+from mlx_kvcache.config import DEFAULT_INITIAL_CAPACITY
 
 if TYPE_CHECKING:
-    from mlx_kvcache.generation import CacheChoice, Generation
+    from mlx_kvcache.generation import Generation
 
-DEFAULT_MODEL = "smollm2"
 DEFAULT_MAX_TOKENS = 256
-_DTYPES = "float32, float16 or bfloat16"
 
 
 def generate(
@@ -28,51 +40,20 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            "-m",
-            help="A demo (smollm2, gemma3-270m), a model directory, a .gguf file or a hub id.",
-        ),
-    ] = DEFAULT_MODEL,
+    model: ModelName = DEFAULT_MODEL,
     max_tokens: Annotated[
         int, typer.Option(help="The most tokens to produce.")
     ] = DEFAULT_MAX_TOKENS,
-    temp: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens of this total probability.")
-    ] = 1.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Seed of the sampling; without it each run differs.", show_default=False),
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option(help="System prompt for the chat template.", show_default=False)
-    ] = None,
+    temp: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    system: SystemPrompt = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
     ] = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Dtype of the weights: {_DTYPES}. [default: float32 on a CPU, else as stored]",
-            show_default=False,
-        ),
-    ] = None,
-    capacity: Annotated[
-        int | None,
-        typer.Option(
-            help="The most positions the cache may hold. [default: the model's context length]",
-            show_default=False,
-        ),
-    ] = None,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Dtype of the cache: {_DTYPES}. [default: the model's]", show_default=False
-        ),
-    ] = None,
+    dtype: WeightsDtype = None,
+    capacity: Capacity = None,
+    kv_dtype: KVDtype = None,
     initial_capacity: Annotated[
         int | None,
         typer.Option(
@@ -82,28 +63,9 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    max_write: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Spare rows of a sliding-window layer. [default: {DEFAULT_MAX_WRITE}]",
-            show_default=False,
-        ),
-    ] = None,
-    windows: Annotated[
-        str | None,
-        typer.Option(
-            help="Other windows for the cache layers: one for all (32), or one each (32,32,0); "
-            "0 keeps everything.",
-            show_default=False,
-        ),
-    ] = None,
-    prefill_step: Annotated[
-        int | None,
-        typer.Option(
-            help="Prompt tokens of one forward pass. [default: 2048 on a GPU, 256 on a CPU]",
-            show_default=False,
-        ),
-    ] = None,
+    max_write: MaxWrite = None,
+    windows: Windows = None,
+    prefill_step: PrefillStep = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Write one JSON object with the answer and all figures."),
@@ -123,7 +85,7 @@ def generate(
     mlx-kvcache generate "Name three rivers." --json | jq .speed
     ```
     """
-    options = GenerateOptions(
+    options = RunOptions(
         model=model,
         max_tokens=max_tokens,
         temp=temp,
@@ -146,13 +108,12 @@ def generate(
         _run_streaming(generation)
 
 
-def _prepare(options: GenerateOptions, prompt: str) -> Generation:
+def _prepare(options: RunOptions, prompt: str) -> Generation:
     """Load the model, and refuse what cannot fit before anything is computed."""
-    from mlx_kvcache import generation, models
+    from mlx_kvcache import generation
+    from mlx_kvcache.commands.loading import load_model
 
-    directory = models.resolve(options.model)
-    choice = _cache_choice(options, models.read_config(directory))
-    model, tokenizer = models.load(directory, dtype=options.dtype)
+    model, tokenizer, choice = load_model(options)
     tokens = generation.prompt_tokens(tokenizer, prompt, options.system, options.raw)
     generation.check_room(len(tokens), options.max_tokens, choice)
     return generation.Generation(
@@ -166,31 +127,13 @@ def _prepare(options: GenerateOptions, prompt: str) -> Generation:
     )
 
 
-def _cache_choice(options: GenerateOptions, config: dict[str, Any]) -> CacheChoice:
-    from mlx_kvcache.commands.context import position_limit
-    from mlx_kvcache.generation import CacheChoice
-
-    limit = position_limit(config)
-    source = " (--capacity)"
-    if options.capacity is None:
-        source = " (the model's context length)" if limit else ""
-    return CacheChoice(
-        limit if options.capacity is None else options.capacity,
-        source,
-        options.kv_dtype,
-        options.initial_capacity,
-        options.max_write,
-        options.windows,
-    )
-
-
 def _run_streaming(generation: Generation) -> None:
     from mlx_kvcache.commands.generate_report import report_lines
     from mlx_kvcache.commands.prefill_bar import prefill_bar
 
     interrupted = False
     try:
-        with prefill_bar(generation):
+        with prefill_bar() as generation.on_progress:
             for piece in generation.pieces():
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -206,13 +149,13 @@ def _run_streaming(generation: Generation) -> None:
         _end_interrupted()
 
 
-def _run_as_json(generation: Generation, options: GenerateOptions) -> None:
+def _run_as_json(generation: Generation, options: RunOptions) -> None:
     from mlx_kvcache.commands.generate_report import report_facts
     from mlx_kvcache.commands.prefill_bar import prefill_bar
 
     interrupted = False
     try:
-        with prefill_bar(generation):
+        with prefill_bar() as generation.on_progress:
             for _ in generation.pieces():
                 pass
     except KeyboardInterrupt:

@@ -11,12 +11,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kvcache.commands.figures import rate_text, size_text
-from mlx_kvcache.commands.options import GenerateOptions
+from mlx_kvcache.commands.options import RunOptions
 from mlx_kvcache.commands.versions import versions
 from mlx_kvcache.config import MAX_CAPACITY
 from mlx_kvcache.generation import Generation
 from mlx_kvcache.geometry import CacheGeometry
 from mlx_kvcache.layer_kinds import summary
+from mlx_kvcache.sequence_cache import MLXSequenceCache
 
 
 def peak_process_bytes() -> int:
@@ -26,16 +27,26 @@ def peak_process_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def cache_line(cache: MLXSequenceCache) -> str:
+    """Layers, positions and bytes of a cache."""
+    capacity = "unlimited" if cache.capacity == MAX_CAPACITY else str(cache.capacity)
+    return (
+        f"cache   {summary(cache.geometry)} layers, {cache.length}/{capacity} positions, "
+        f"{size_text(cache.nbytes_used)} used of {size_text(cache.nbytes)} held"
+    )
+
+
+def memory_line() -> str:
+    """What MLX and the whole process hold, and held at most."""
+    return (
+        f"memory  MLX {size_text(mx.get_active_memory())} active, "
+        f"{size_text(mx.get_peak_memory())} peak; process peak {size_text(peak_process_bytes())}"
+    )
+
+
 def report_lines(generation: Generation) -> list[str]:
     """Cache, memory and speed, one line each."""
-    cache = generation.cache.sequence
-    capacity = "unlimited" if cache.capacity == MAX_CAPACITY else str(cache.capacity)
-    lines = [
-        f"cache   {summary(cache.geometry)} layers, {cache.length}/{capacity} positions, "
-        f"{size_text(cache.nbytes_used)} used of {size_text(cache.nbytes)} held",
-        f"memory  MLX {size_text(mx.get_active_memory())} active, "
-        f"{size_text(mx.get_peak_memory())} peak; process peak {size_text(peak_process_bytes())}",
-    ]
+    lines = [cache_line(generation.cache.sequence), memory_line()]
     first = generation.first_token_seconds
     if first is not None and generation.seconds is not None:
         lines.append(
@@ -47,7 +58,7 @@ def report_lines(generation: Generation) -> list[str]:
     return lines
 
 
-def report_facts(generation: Generation, options: GenerateOptions) -> dict[str, Any]:
+def report_facts(generation: Generation, options: RunOptions) -> dict[str, Any]:
     """Everything about one answer. Bytes, seconds and tokens per second; null is unknown."""
     return {
         "model": options.model,

@@ -1,4 +1,4 @@
-"""The options of `generate`, checked before anything is loaded."""
+"""The options of `generate` and `chat`, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
-    """What was asked of `generate`, beside the prompt. None stands for a default of the model.
+class RunOptions:
+    """What was asked of the model, beside the prompt. None stands for a default of the model.
 
     Raises `ConfigError`, naming the flag and its value, for what cannot be.
     """

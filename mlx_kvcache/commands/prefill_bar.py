@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from mlx_kvcache.commands.console import stderr_console
-from mlx_kvcache.generation import Generation
 
 #: Shorter prompts are read before a bar could be.
 LONG_PROMPT = 256
 
 
 @contextmanager
-def prefill_bar(generation: Generation) -> Iterator[None]:
-    """While this is open, `generation` shows how much of a long prompt it has read.
+def prefill_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """What to call with the tokens read and their total; it shows how much of a prompt is read.
 
-    Nothing is shown for a short prompt or where stderr is no terminal. The bar vanishes before
-    the first piece of the answer is written.
+    Nothing is shown for a short prompt, and there is nothing to call where stderr is no terminal.
+    The bar vanishes when all is read, before the first piece of the answer is written.
     """
     console = stderr_console()
-    if not console.is_terminal or len(generation.prompt) < LONG_PROMPT:
-        yield
+    if not console.is_terminal:
+        yield None
         return
     columns = (
         TextColumn("reading the prompt"),
@@ -31,13 +37,21 @@ def prefill_bar(generation: Generation) -> Iterator[None]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("prefill", total=len(generation.prompt))
+    progress = Progress(*columns, console=console, transient=True)
+    tasks: list[TaskID] = []
 
-        def advance(processed: int, total: int) -> None:
-            progress.update(task, completed=processed)
-            if processed == total:
-                progress.stop()
+    def advance(processed: int, total: int) -> None:
+        if not tasks:
+            if total < LONG_PROMPT:
+                return
+            tasks.append(progress.add_task("prefill", total=total))
+            progress.start()
+        progress.update(tasks[0], completed=processed)
+        if processed == total:
+            progress.stop()
 
-        generation.on_progress = advance
-        yield
+    try:
+        yield advance
+    finally:
+        if tasks:
+            progress.stop()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_kvcache.errors import CapacityError, LayerIndexError, PositionError, RewindError
+from mlx_kvcache.errors import (
+    CapacityError,
+    ConfigError,
+    LayerIndexError,
+    PositionError,
+    RewindError,
+)
 from mlx_kvcache.geometry import LayerPolicy
 from mlx_kvcache.layout.flat import FlatLayout
 from mlx_kvcache.layout.ring import RingLayout
@@ -31,6 +37,11 @@ class SequenceLayout:
     """
 
     def __init__(self, policies: Sequence[LayerPolicy], capacity: int, max_write: int) -> None:
+        if not policies or capacity < 1 or max_write < 1:
+            raise ConfigError(
+                "a sequence needs at least one layer, a capacity and a max_write >= 1, got "
+                f"{len(policies)} layers, capacity {capacity} and max_write {max_write}"
+            )
         self.capacity = capacity
         self._distinct: dict[LayerPolicy, LayerLayout] = {}
         for policy in policies:
@@ -100,7 +111,12 @@ class SequenceLayout:
         return self._layers[layer].plan(position, count)
 
     def commit(self, plan: StepPlan) -> None:
-        """Record that a planned step was written."""
+        """Record that a planned step was written.
+
+        Raises `PositionError` or `CapacityError`, and changes nothing, when the sequence has moved
+        since the plan was made.
+        """
+        self.admit(plan.position, plan.tokens)
         self._commit(plan.position, plan.end)
 
     def append(self, position: int, tokens: int) -> None:
@@ -109,7 +125,7 @@ class SequenceLayout:
         Raises `PositionError` or `CapacityError`, and then changes nothing.
         """
         end = position + tokens
-        if position != self._length or end > self.capacity:
+        if position != self._length or end > self.capacity or tokens < 1:
             self.admit(position, tokens)
         self._commit(position, end)
 

@@ -160,7 +160,7 @@ def test_the_whole_step_is_checked_before_a_sequence_is_touched() -> None:
     ):
         run.refused(error, lambda given=given: cache.attend(0, *given, SCALE))
     run.refused(
-        PositionError, lambda: cache.attend(0, queries, keys, values, SCALE, None, [2, 2, 2])
+        PositionError, lambda: cache.attend(0, queries, keys, values, SCALE, positions=[2, 2, 2])
     )
     run.run(step, run.layers)
     run.check()

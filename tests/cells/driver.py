@@ -300,7 +300,7 @@ def recorded() -> Any:
     attend_rows = shared_cache.attend_rows
 
     def attend(queries: mx.array, keys: mx.array, values: mx.array, *rest: Any) -> mx.array:
-        calls.append(Call(numbers(queries), numbers(keys), numbers(values), rest[1]))
+        calls.append(Call(numbers(queries), numbers(keys), numbers(values), rest[0]))
         return attend_rows(queries, keys, values, *rest)
 
     with (

@@ -1,0 +1,188 @@
+"""What `/...` lines do in a chat."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_kvcache.commands.figures import size_text
+from mlx_kvcache.commands.generate_report import cache_line, memory_line
+from mlx_kvcache.commands.transcript import save_transcript
+from mlx_kvcache.conversation import Conversation
+from mlx_kvcache.errors import ConfigError
+
+MAIN = "main"
+Lines = list[str]
+
+
+class Room:
+    """The conversations of a chat, by name, and which of them is being held."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversations = {MAIN: conversation}
+        self.name = MAIN
+
+    @property
+    def conversation(self) -> Conversation:
+        """The one that is being held."""
+        return self.conversations[self.name]
+
+    def close(self) -> None:
+        """Let all of them go."""
+        for conversation in self.conversations.values():
+            conversation.close()
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: how it is written, what it does, and its action, given what follows its name."""
+
+    usage: str
+    purpose: str
+    action: Callable[[Room, list[str]], Lines]
+
+
+def run_command(room: Room, line: str) -> Lines | None:
+    """Do what a line that starts with "/" says; answers what to tell, or None to leave.
+
+    Raises `ConfigError` for a command that does not exist or is not used as it should be, and
+    what its action raises; then nothing has changed.
+    """
+    try:
+        name, *arguments = shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"the command cannot be read: {error}; close the quotes") from error
+    command = COMMANDS.get(name)
+    if command is None:
+        raise ConfigError(
+            f"there is no command {name}; there are: {', '.join(COMMANDS)}. "
+            "To say something that starts with a slash, start it with two"
+        )
+    if name == QUIT and not arguments:
+        return None
+    return command.action(room, arguments)
+
+
+def _reset(room: Room, arguments: list[str]) -> Lines:
+    _expect(not arguments, RESET)
+    room.conversation.reset()
+    return ["the conversation is empty; the cache keeps its memory"]
+
+
+def _undo(room: Room, arguments: list[str]) -> Lines:
+    conversation = room.conversation
+    if not arguments:
+        conversation.undo()
+    else:
+        _expect(len(arguments) == 1 and arguments[0].isdecimal(), UNDO)
+        conversation.drop(int(arguments[0]))
+    return [f"back to {_extent(conversation)}"]
+
+
+def _fork(room: Room, arguments: list[str]) -> Lines:
+    _expect(len(arguments) == 1, FORK)
+    name = arguments[0]
+    if name in room.conversations:
+        raise ConfigError(
+            f"there is a conversation {name} already; choose another name, or {SWITCH} {name}"
+        )
+    room.conversations[name] = twin = room.conversation.fork()
+    return [f"{name} is a copy of {room.name}, {_extent(twin)}; {SWITCH} {name} goes there"]
+
+
+def _switch(room: Room, arguments: list[str]) -> Lines:
+    _expect(len(arguments) == 1, SWITCH)
+    name = arguments[0]
+    if name not in room.conversations:
+        known = ", ".join(room.conversations)
+        raise ConfigError(f"there is no conversation {name}; there are: {known}")
+    room.name = name
+    return [f"this is {name}, at {_extent(room.conversation)}"]
+
+
+def _forks(room: Room, arguments: list[str]) -> Lines:
+    _expect(not arguments, FORKS)
+    return [
+        f"{'*' if name == room.name else ' '} {name}: {_extent(conversation)}"
+        for name, conversation in room.conversations.items()
+    ]
+
+
+def _stats(room: Room, arguments: list[str]) -> Lines:
+    _expect(not arguments, STATS)
+    conversation = room.conversation
+    cached = conversation.cached
+    others = len(room.conversations) - 1
+    lines = [
+        f"chat    {room.name}: {_extent(conversation)}, {len(cached.held)} of them in the cache; "
+        f"{others} other conversation{'' if others == 1 else 's'}",
+        cache_line(cached.sequence),
+        memory_line(),
+    ]
+    if cached.states.exist:
+        places = ", ".join(str(place) for place in cached.reachable_states())
+        lines.append(
+            f"states  recurrent layers hold {size_text(cached.states.nbytes)} for each position "
+            f"they can go back to: {places}"
+        )
+    else:
+        floor = cached.sequence.rewind_floor
+        reach = f"{floor} and up, or 0" if floor else "any"
+        lines.append(f"undo    positions that can be reached: {reach}")
+    return lines
+
+
+def _save(room: Room, arguments: list[str]) -> Lines:
+    force = "--force" in arguments
+    names = [argument for argument in arguments if argument != "--force"]
+    _expect(len(names) == 1 and len(arguments) == 1 + force and bool(names[0]), SAVE)
+    path = Path(names[0]).expanduser()
+    count = save_transcript(room.conversation, path, force)
+    return [f"{count} message{'' if count == 1 else 's'} written to {path}"]
+
+
+def _help(_room: Room, arguments: list[str]) -> Lines:
+    _expect(not arguments, HELP)
+    width = max(len(command.usage) for command in COMMANDS.values())
+    lines = [f"{command.usage:<{width}}  {command.purpose}" for command in COMMANDS.values()]
+    return [
+        *lines,
+        "Ctrl-C stops an answer. A line that starts with // is said with one slash less.",
+    ]
+
+
+def _quit(_room: Room, _arguments: list[str]) -> Lines:
+    raise _misuse(QUIT)
+
+
+def _extent(conversation: Conversation) -> str:
+    turns, tokens = len(conversation.turns), len(conversation.tokens)
+    return f"{turns} turn{'' if turns == 1 else 's'}, {tokens} token{'' if tokens == 1 else 's'}"
+
+
+def _expect(fits: bool, name: str) -> None:
+    if not fits:
+        raise _misuse(name)
+
+
+def _misuse(name: str) -> ConfigError:
+    command = COMMANDS[name]
+    return ConfigError(f"usage: {command.usage} ({command.purpose})")
+
+
+RESET, UNDO, FORK, SWITCH, FORKS = "/reset", "/undo", "/fork", "/switch", "/forks"
+STATS, SAVE, HELP, QUIT = "/stats", "/save", "/help", "/quit"
+
+COMMANDS = {
+    RESET: Command("/reset", "forget all turns", _reset),
+    UNDO: Command("/undo [N]", "take back the newest turn, or the newest N tokens", _undo),
+    FORK: Command("/fork NAME", "copy the conversation under a name, and stay in this one", _fork),
+    SWITCH: Command("/switch NAME", "go to another conversation", _switch),
+    FORKS: Command("/forks", "list the conversations", _forks),
+    STATS: Command("/stats", "show the cache, the memory and what can be undone", _stats),
+    SAVE: Command("/save FILE [--force]", "write the conversation as JSON lines", _save),
+    HELP: Command("/help", "list the commands", _help),
+    QUIT: Command("/quit", "leave; so does Ctrl-D", _quit),
+}

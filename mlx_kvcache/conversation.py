@@ -1,0 +1,324 @@
+"""A conversation with a model: turns over one cache, which can be undone, cut short and forked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlx.nn.layers.base import Module
+
+from mlx_kvcache.chat_script import chat_script, spell
+from mlx_kvcache.errors import CapacityError, ConfigError, RewindError
+from mlx_kvcache.generation import Progress, Sampling, default_prefill_step
+from mlx_kvcache.integrations.mlx_lm import PromptCache
+from mlx_kvcache.token_cache import TokenCache
+
+Notice = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn: what was said, and what the model answered.
+
+    start, answer_start: the positions at which the turn's tokens and its answer's begin.
+    answer: the answer's tokens, the one that ended it included; empty for a turn whose answer was
+        undone. end: why the answer ends: "stop" (the model ended it), "length" (at the most tokens
+        of an answer), "capacity" (the cache was full), "interrupted" or "undone" (its tail was).
+    """
+
+    user: str
+    start: int
+    answer_start: int
+    answer: tuple[int, ...] = ()
+    end: str = "interrupted"
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How a conversation is held.
+
+    system: the system prompt; raw: leave the chat template out; max_tokens: of one answer;
+    prefill_step: tokens of one forward pass over a turn (None: what suits the device);
+    capacity_source: where the capacity comes from, for messages.
+    """
+
+    system: str | None = None
+    raw: bool = False
+    max_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    prefill_step: int | None = None
+    capacity_source: str = ""
+
+
+class Conversation:
+    """Turns over one cache. Only the new tokens of a turn are fed to the model.
+
+    `tokens` is the conversation as the model reads it. The cache holds a prefix of it: between
+    turns all of it, unless a turn was broken off where the cache could not go back; then the next
+    turn feeds the rest too. What raises has changed nothing.
+
+    cache: an empty `make_prompt_cache(model)`. Raises `ConfigError` for a system prompt that the
+    model's template does not take.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        tokenizer: Any,
+        cache: PromptCache,
+        options: ChatOptions | None = None,
+    ) -> None:
+        from mlx_lm.sample_utils import make_sampler
+
+        self.options = options = ChatOptions() if options is None else options
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self.on_progress: Progress | None = None
+        self.on_notice: Notice | None = None
+        self._turns: list[Turn] = []
+        self._script = chat_script(tokenizer, options.system, options.raw)
+        self._sampler = make_sampler(options.sampling.temp, options.sampling.top_p)
+        self._prefill_step = options.prefill_step or default_prefill_step()
+        self._stopping = False
+        self._answering = False
+        self._running: Generator[str, None, None] | None = None
+        self.cached = TokenCache(model, cache)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns so far, oldest first."""
+        return tuple(self._turns)
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that the conversation can have."""
+        return self.cached.sequence.capacity
+
+    def answer_text(self, turn: Turn) -> str:
+        """What the model said in a turn, without the token that ends an answer."""
+        tokens = turn.answer
+        if tokens and tokens[-1] in self._script.end_tokens:
+            tokens = tokens[:-1]
+        text = spell(self.tokenizer, tokens)
+        # The first bytes of a character whose others never came.
+        return text if turn.end == "stop" else text.rstrip("\ufffd")
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Add a turn; answers the pieces of the model's answer as they are made.
+
+        The turn is checked at once and runs while the iterator is read; close it, or call `stop`,
+        to end the answer early. A turn that ends before its answer began is not added.
+        Raises `CapacityError` when the turn leaves no room for an answer, `ConfigError` when the
+        text or the template gives no tokens.
+        """
+        self._settle()
+        earlier = self._earlier_turns()
+        exchanges = [(turn.user, self.answer_text(turn)) for turn in earlier if turn.answer]
+        target = self._script.write(exchanges, self.tokens, text)
+        same = common_prefix(self.tokens, target)
+        self._check_room(len(target), same)
+        start = min([same, *(turn.start for turn in self._turns[len(earlier) :])])
+        turns = [
+            replace(turn, start=min(turn.start, same), answer_start=min(turn.answer_start, same))
+            for turn in earlier
+        ]
+        self._running = self._run(target, same, [*turns, Turn(text, start, len(target))])
+        return self._running
+
+    def stop(self) -> None:
+        """End the running answer after its next token. May be called from a signal handler."""
+        self._stopping = True
+
+    def undo(self) -> Turn:
+        """Take back the newest turn, and answer it.
+
+        Raises `RewindError` when there is none, or when the cache cannot go back to its start.
+        """
+        if not self._turns:
+            raise RewindError("there is no turn to undo; the conversation is empty")
+        turn = self._turns[-1]
+        self._rewind(turn.start)
+        self._turns.pop()
+        return turn
+
+    def drop(self, count: int) -> None:
+        """Take back the newest `count` tokens, or all if there are fewer.
+
+        Turns that begin among them go. A turn that loses only its tail keeps the rest of its
+        answer; one whose whole answer goes no longer counts as said. Raises `RewindError` when
+        the cache cannot go back that far, `ConfigError` for less than one token.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(f"the number of tokens to drop must be at least 1, got {count!r}")
+        old, position = self.tokens, max(0, len(self.tokens) - count)
+        self._rewind(position)
+        ends = [*(turn.start for turn in self._turns[1:]), len(old)]
+        self._turns = [
+            turn if end <= position else self._cut(turn, old, position)
+            for turn, end in zip(self._turns, ends, strict=True)
+            if turn.start < position
+        ]
+
+    def reset(self) -> None:
+        """Forget all turns; the cache keeps its memory for the next ones."""
+        self._settle()
+        self.cached.settle(0)
+        self.tokens = []
+        self._turns = []
+
+    def fork(self) -> Conversation:
+        """A copy that goes its own way; the caches share memory until one of them is written."""
+        self._settle()
+        twin = copy.copy(self)
+        twin.tokens = list(self.tokens)
+        twin._turns = list(self._turns)
+        twin._running = None
+        twin.cached = self.cached.fork()
+        return twin
+
+    def close(self) -> None:
+        """Take the cache out of the registry. May be repeated."""
+        self.cached.close()
+
+    def _run(self, target: list[int], same: int, turns: list[Turn]) -> Generator[str, None, None]:
+        from mlx_lm.generate import wired_limit
+
+        self._stopping = False
+        try:
+            with wired_limit(self.cached.model):
+                self._prefill(target, same, turns)
+                if not self._stopping:
+                    yield from self._answer(target, turns)
+        finally:
+            self._align()
+
+    def _prefill(self, target: list[int], same: int, turns: list[Turn]) -> None:
+        """Feed all of `target` but its last token, unless stopped."""
+        cached = self.cached
+        wanted = min(same, len(cached.held), len(target) - 1)
+        done = cached.settle(wanted)
+        if done < wanted:
+            self._notify(
+                f"the conversation reads otherwise than before from token {same} on, and the "
+                f"cache can go back to {done} only; reading {len(target) - done} tokens from there"
+            )
+        starts = [turn.start for turn in turns]
+        cached.mark(starts)
+        total = len(target) - done
+        # A step that ends where a turn starts leaves a state there to come back to.
+        breaks = starts if cached.states.exist else []
+        for start, stop in spans(done, len(target) - 1, self._prefill_step, breaks):
+            self._report(start - done, total)
+            if self._stopping:
+                return
+            cached.feed(target[start:stop])
+        self._report(total, total)
+
+    def _answer(self, target: list[int], turns: list[Turn]) -> Iterator[str]:
+        budget = min(self.options.max_tokens, self.capacity - len(target))
+        full = "length" if budget == self.options.max_tokens else "capacity"
+        detokenizer = self.tokenizer.detokenizer
+        end = "interrupted"
+        tokens = self.cached.generate(target[-1], budget, self._sampler)
+        for number, token in enumerate(tokens, 1):
+            if number == 1:
+                self._answering = True
+                self._turns = turns
+                self.tokens = [*target, token]
+            else:
+                self.tokens.append(token)
+            if token in self._script.end_tokens:
+                end = "stop"
+                break
+            detokenizer.add_token(token)
+            yield detokenizer.last_segment
+            if number == budget:
+                end = full
+            elif self._stopping:
+                break
+        self._close_turn(end)
+        detokenizer.finalize()
+        rest: str = detokenizer.last_segment
+        yield rest if end == "stop" else rest.rstrip("\ufffd")
+
+    def _close_turn(self, end: str) -> None:
+        turn = self._turns[-1]
+        answer = tuple(self.tokens[turn.answer_start :])
+        self._turns[-1] = replace(turn, answer=answer, end=end)
+        self._answering = False
+
+    def _settle(self) -> None:
+        """End an answer that is still running, and make all agree."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+        self._align()
+
+    def _align(self) -> None:
+        """Make turns, tokens and cache agree, wherever an answer was broken off."""
+        if self._answering:
+            self._close_turn("interrupted")
+        cached = self.cached
+        wanted = common_prefix(cached.held, self.tokens)
+        if cached.settle(wanted) < wanted:
+            self._notify(
+                f"the turn was broken off where the cache cannot go back; the next one reads "
+                f"{len(self.tokens) - len(cached.held)} tokens again"
+            )
+
+    def _rewind(self, position: int) -> None:
+        self._settle()
+        self.cached.rewind(position)
+        self.tokens = self.tokens[:position]
+
+    def _cut(self, turn: Turn, tokens: Sequence[int], position: int) -> Turn:
+        if position > turn.answer_start:
+            answer = tuple(tokens[turn.answer_start : position])
+            return replace(turn, answer=answer, end="undone")
+        user = turn.user
+        if position < turn.answer_start and not self._script.renders_history:
+            user = spell(self.tokenizer, tokens[turn.start : position])
+        return Turn(user, turn.start, position, (), "undone")
+
+    def _earlier_turns(self) -> list[Turn]:
+        """The turns before a new one, which replaces those whose answer was undone."""
+        turns = list(self._turns)
+        while self._script.renders_history and turns and not turns[-1].answer:
+            turns.pop()
+        return turns
+
+    def _check_room(self, count: int, same: int) -> None:
+        if count + 1 > self.capacity:
+            raise CapacityError(
+                f"the turn needs {count - same} more positions and 1 for an answer, "
+                f"{count + 1} with the {same} before, but the capacity is {self.capacity}"
+                f"{self.options.capacity_source}; take turns back, start again, or use a larger "
+                "capacity"
+            )
+
+    def _notify(self, message: str) -> None:
+        if self.on_notice is not None:
+            self.on_notice(message)
+
+    def _report(self, processed: int, total: int) -> None:
+        if self.on_progress is not None:
+            self.on_progress(processed, total)
+
+
+def spans(start: int, stop: int, size: int, breaks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """`start` to `stop` in pieces of at most `size`, none of which goes across a break."""
+    ends = sorted({stop, *(place for place in breaks if start < place < stop)})
+    for end in ends:
+        for first in range(start, end, size):
+            yield first, min(first + size, end)
+        start = max(start, end)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many leading tokens two sequences have in common."""
+    for count, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return count
+    return min(len(first), len(second))

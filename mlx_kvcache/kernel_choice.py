@@ -1,0 +1,126 @@
+"""Which way a write or a gather goes: a Metal kernel, or plain MLX ops. Integers only.
+
+A kernel of `mx.fast.metal_kernel` cannot write into its input: it always produces a new array, so
+a write of T rows into a ring of R rows moves all R of them. MLX's own `slice_update` works in
+place when nobody else holds the array, and then moves T rows. Hence the rule, in one function:
+`cheaper_path`. The costs it compares count every byte read and every byte written.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from mlx_kvcache.errors import ConfigError
+
+KernelPath = Literal["metal", "ops"]
+
+#: Forces one path ("metal" or "ops") for the whole process; "auto" or unset leaves the choice.
+PATH_VARIABLE = "MLX_KVCACHE_KERNELS"
+
+
+@dataclass(frozen=True, order=True)
+class Traffic:
+    """What one path moves: bytes read plus bytes written, then GPU dispatches."""
+
+    bytes: int
+    dispatches: int
+
+
+@dataclass(frozen=True)
+class PathCosts:
+    """The traffic of one operation on each path."""
+
+    metal: Traffic
+    ops: Traffic
+
+
+def cheaper_path(costs: PathCosts) -> KernelPath:
+    """The kernel where it moves fewer bytes, or as many in fewer dispatches; else MLX ops.
+
+    A tie goes to MLX ops: they need no compilation and can work in place.
+    """
+    return "metal" if costs.metal < costs.ops else "ops"
+
+
+def ring_write_costs(
+    step_rows: int, slots: int, row_bytes: int, *, runs: int, shared: bool
+) -> PathCosts:
+    """`step_rows` rows into a ring of `slots`, in `runs` contiguous runs (2 when it wraps).
+
+    row_bytes: bytes of one row over all batches and heads. The kernel reads and writes the whole
+    ring. The ops read and write the rows that stay (at most `slots`), one update for each run,
+    and first copy the ring when somebody else holds it (`shared`).
+    """
+    kept = min(step_rows, slots)
+    copied = slots if shared else 0
+    return PathCosts(
+        metal=Traffic(2 * slots * row_bytes, 1),
+        ops=Traffic(2 * (kept + copied) * row_bytes, runs + (1 if shared else 0)),
+    )
+
+
+def ring_join_costs(old_rows: int, step_rows: int, row_bytes: int, *, runs: int) -> PathCosts:
+    """`old_rows` rows out of a ring, in `runs` runs, joined with `step_rows` new ones.
+
+    Both read and write each row once; the ops need a copy for each run and one for the new rows.
+    """
+    moved = 2 * (old_rows + step_rows) * row_bytes
+    return PathCosts(metal=Traffic(moved, 1), ops=Traffic(moved, runs + (1 if step_rows else 0)))
+
+
+def ring_write_quantized_costs(
+    step_rows: int,
+    slots: int,
+    row_bytes: int,
+    packed_bytes: int,
+    *,
+    runs: int,
+    shared: bool,
+) -> PathCosts:
+    """`step_rows` rows of `row_bytes` quantized to `packed_bytes` each and written into a ring.
+
+    The kernel reads the new rows and the packed ones that stay, and writes the packed ring. The
+    ops quantize to an array of their own (`mx.quantize`), then update words, scales and biases.
+    """
+    kept = min(step_rows, slots)
+    copied = slots if shared else 0
+    metal = kept * row_bytes + (slots - kept + slots) * packed_bytes
+    ops = kept * (row_bytes + packed_bytes) + 2 * (kept + copied) * packed_bytes
+    return PathCosts(
+        metal=Traffic(metal, 1),
+        ops=Traffic(ops, 1 + 3 * (runs + (1 if shared else 0))),
+    )
+
+
+def cell_scatter_costs(step_rows: int, cells: int, row_bytes: int, *, shared: bool) -> PathCosts:
+    """`step_rows` rows to as many of a pool's `cells`: the kernel rewrites the pool."""
+    copied = cells if shared else 0
+    return PathCosts(
+        metal=Traffic(2 * cells * row_bytes, 1),
+        ops=Traffic(2 * (step_rows + copied) * row_bytes, 1 + (1 if shared else 0)),
+    )
+
+
+def cell_gather_costs(rows: int, row_bytes: int) -> PathCosts:
+    """`rows` rows out of a pool: one dispatch that reads and writes each, on both paths."""
+    moved = Traffic(2 * rows * row_bytes, 1)
+    return PathCosts(metal=moved, ops=moved)
+
+
+@lru_cache(maxsize=1)
+def forced_path() -> KernelPath | None:
+    """The path that the environment forces, or None; read once a process.
+
+    Raises `ConfigError` for a value that is none of auto, metal and ops.
+    """
+    value = os.environ.get(PATH_VARIABLE, "auto").strip().lower() or "auto"
+    if value == "metal":
+        return "metal"
+    if value == "ops":
+        return "ops"
+    if value == "auto":
+        return None
+    raise ConfigError(f"{PATH_VARIABLE} must be auto, metal or ops, got {value!r}")

@@ -1,0 +1,149 @@
+"""What happens around a step must not change it: growth, other layers, other questions.
+
+Each case is small and named; the state machine covers their combinations.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import mlx.core as mx
+import pytest
+
+from mlx_kvcache.config import CacheConfig
+
+from .oracle import FORMS, Question, Session, Shape, make_cache, numbers, simple_geometry
+
+ASK = Question()
+
+
+def session(*windows: int, **choices: object) -> Session:
+    return Session([Shape(window) for window in windows], **choices)
+
+
+def filled(run: Session, length: int) -> Session:
+    for _ in range(length):
+        run.step(1)
+    run.flush()
+    return run
+
+
+def test_a_reservation_in_the_middle_of_a_decode_step() -> None:
+    """The step that fills the pool exactly answers the whole pool, until the pool grows."""
+    for window in (0, 9):
+        run = filled(session(window, window, initial_capacity=4), 3)
+        run.step(1, reserve=(1, 100))
+        run.flush()
+        filled(run, 4)
+
+
+def test_rows_are_read_again_after_a_reservation() -> None:
+    run = filled(session(0, initial_capacity=4), 4)
+    for cache in run.caches:
+        expected = cache.layers[0].keys_and_values()
+        cache.reserve(100)
+        again = cache.layers[0].keys_and_values()
+        for before, after in zip(expected, again, strict=True):
+            assert before.shape == after.shape
+            assert (numbers(before) == numbers(after)).all()
+
+
+@pytest.mark.parametrize("decoy", [1, 2, 3, 9])
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_masks_for_other_counts_do_not_change_the_order_of_the_rows(count: int, decoy: int) -> None:
+    for length in range(4, 16):
+        run = filled(session(4, max_write=4), length)
+        run.step(count, [Question(decoys=(decoy,))])
+        run.flush()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+@pytest.mark.parametrize("narrow", [None, 2])
+def test_a_mask_asked_for_after_another_layer_was_written(count: int, narrow: int | None) -> None:
+    """The first layer of the policy was not asked for a mask, the second is."""
+    for length in range(4, 16):
+        run = filled(session(4, 4, max_write=4), length)
+        run.step(count, [None, Question(narrow)])
+        run.flush()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_a_mask_that_is_abandoned_does_not_outlive_a_rewind(count: int) -> None:
+    for length in range(5, 16):
+        run = filled(session(4, max_write=4), length)
+        run.ask(0, count, ASK)
+        assert run.rewind(length)
+        run.step(count)
+        run.flush()
+
+
+def test_a_step_keeps_the_dtypes_of_each_layer() -> None:
+    """The second layer of a step gets the caller's dtype back, whatever the first had."""
+    run = filled(session(0, 0), 3)
+    run.dtypes = [(mx.float32, mx.float32), (mx.bfloat16, mx.float16)]
+    run.step(2)
+    run.flush()
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_a_change_of_dtype_loses_no_row(window: int, count: int) -> None:
+    run = filled(session(window), 6)
+    for dtype in (mx.bfloat16, mx.float32, mx.float16):
+        run.dtypes = [(dtype, dtype)]
+        run.step(count)
+        run.flush()
+
+
+@pytest.mark.parametrize("repair", ["rewind", "trim what is beyond", "trim in reverse"])
+@pytest.mark.parametrize("windows", [(0, 0), (3, 3), (0, 3), (3, 0), (3, 0, 3)])
+@pytest.mark.parametrize("ask", [None, ASK])
+def test_a_torn_step_around_growth(
+    windows: tuple[int, ...], repair: str, ask: Question | None
+) -> None:
+    """A layer that missed the step in which the pools grew is never written out of bounds."""
+    layers = range(len(windows))
+    for length, written in itertools.product(range(1, 10), layers):
+        run = filled(session(*windows, max_write=4, initial_capacity=2), length)
+        run.step(1, None, [written])
+        run.flush()
+        order = {"rewind": None, "trim what is beyond": layers}.get(repair, layers[::-1])
+        assert run.rewind(length, order)
+        for order in (layers, layers[::-1]):
+            for _ in range(2):
+                run.step(1, [ask] * len(windows), order)
+                run.flush()
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_buffers_may_be_replaced_by_the_same_rows_with_a_dependency(window: int) -> None:
+    """As pipelines do, to order a layer's work behind that of another."""
+    run = filled(session(window, window), 5)
+    for count in (1, 2, 1):
+        for cache in run.caches:
+            for layer in cache.layers:
+                layer.keys = mx.depends(layer.keys, mx.array(1.0))
+                layer.values = mx.depends(layer.values, mx.array(1.0))
+        run.step(count, [ASK] * 2)
+        run.flush()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_that_was_left_behind_is_refused_or_served_in_bounds(form: str) -> None:
+    """A caller who rewinds some layers only must not reach memory that is not the pool's."""
+    cache = make_cache(simple_geometry(0, 0), CacheConfig(100, initial_capacity=4), form)
+    _write(cache, 0, 10)
+    _write(cache, 1, 10)
+    cache.layers[0].trim(6)
+    _write(cache, 0, 30)
+    cache.layers[0].trim(24)
+    assert [layer.offset for layer in cache.layers] == [10, 10]
+    for _ in range(30):
+        _write(cache, 0, 1)
+        _write(cache, 1, 1)
+        assert cache.layers[1].rows >= cache.layers[1].offset
+
+
+def _write(cache, layer: int, count: int) -> None:
+    keys, values = mx.ones((1, 2, count, 3)), mx.ones((1, 2, count, 2))
+    mx.eval(cache.update_and_fetch(layer, keys, values))

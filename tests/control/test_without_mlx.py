@@ -1,0 +1,69 @@
+"""Registry, sessions, faces and metadata work where neither MLX nor NumPy is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+FORBID = """
+import sys
+
+FORBIDDEN = {"mlx", "numpy", "mlx_lm", "transformers"}
+
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in FORBIDDEN:
+            raise ImportError("forbidden here: " + name)
+
+sys.meta_path.insert(0, Forbid())
+"""
+
+USE = """
+import tempfile
+from control.fakes import CONFIG, GEOMETRY, PlainCache
+from mlx_kvcache import (
+    FACTORY, REGISTRY, CacheGeometry, CacheSession, SequencePlanner, current_cache,
+    read_metadata, write_metadata,
+)
+from mlx_kvcache.layout import SequenceLayout
+
+FACTORY.register("plain", "sequence", PlainCache)
+with CacheSession(GEOMETRY, CONFIG, backend="plain") as session:
+    assert REGISTRY.get(session.key) is current_cache()
+    assert type(session.cache) is PlainCache
+with tempfile.TemporaryDirectory() as directory:
+    write_metadata(GEOMETRY, directory)
+    assert read_metadata(directory) == GEOMETRY
+assert CacheGeometry.from_metadata(GEOMETRY.to_metadata()) == GEOMETRY
+layout = SequenceLayout([layer.policy for layer in GEOMETRY.layers], 8, 2)
+assert isinstance(layout, SequencePlanner)
+assert not FORBIDDEN & {name.split(".")[0] for name in sys.modules}
+"""
+
+BUILD = """
+from control.fakes import CONFIG, GEOMETRY
+from mlx_kvcache import CacheSession
+CacheSession(GEOMETRY, CONFIG).open()
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", FORBID + code],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_control_plane_works_without_mlx() -> None:
+    done = run(USE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_hook_does_forbid() -> None:
+    done = run(BUILD)
+    assert done.returncode != 0
+    assert "forbidden here: mlx" in done.stderr

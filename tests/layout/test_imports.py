@@ -1,0 +1,66 @@
+"""The integer side imports where MLX and NumPy are not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FORBID = """
+import sys
+
+FORBIDDEN = {"mlx", "numpy", "mlx_lm", "transformers"}
+
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in FORBIDDEN:
+            raise ImportError("forbidden here: " + name)
+
+sys.meta_path.insert(0, Forbid())
+"""
+
+USE = """
+from mlx_kvcache import CacheConfig, CacheGeometry, LayerGeometry, LayerPolicy, validate
+from mlx_kvcache.layout import SequenceLayout
+geometry = CacheGeometry((LayerGeometry(LayerPolicy.ring(4), 1, 2, 2),)).with_windows([3])
+validate(geometry, CacheConfig(capacity=9))
+layout = SequenceLayout([layer.policy for layer in geometry.layers], 9, 2)
+layout.commit(layout.plan(0, 0, 9))
+assert layout.length == 9 and layout.rewind_floor == 7
+assert not FORBIDDEN & {name.split(".")[0] for name in sys.modules}
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", FORBID + code], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "mlx_kvcache",
+        "mlx_kvcache.layout",
+        "mlx_kvcache.layout.sequence",
+        "mlx_kvcache.geometry",
+        "mlx_kvcache.config",
+        "mlx_kvcache.errors",
+    ],
+)
+def test_a_module_of_integers_needs_neither_mlx_nor_numpy(module: str) -> None:
+    done = run(f"import {module}\nassert not FORBIDDEN & set(sys.modules)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_layouts_work_without_mlx() -> None:
+    done = run(USE)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["mlx_kvcache.sequence_cache", "mlx_kvcache.pool", "numpy"])
+def test_the_hook_does_forbid(module: str) -> None:
+    done = run(f"import {module}")
+    assert done.returncode != 0
+    assert "forbidden here" in done.stderr

@@ -1,0 +1,5 @@
+// A local without a value.
+const uint i = thread_position_in_grid.x;
+float total;
+total += x[i]; // expect: rejected
+out[i] = total;

@@ -1,0 +1,77 @@
+"""Where a kernel test runs: through each host compiler, and on a real GPU where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import pytest
+
+from mlx_kvcache import metal_kernels
+from mlx_kvcache.metal_kernels import Launch
+
+from . import typical
+from .host import build, executor
+
+COMPILERS = ("g++", "clang++")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "metal_gpu: runs the kernels on a real Metal GPU")
+    config.addinivalue_line("markers", "metal_host: runs the kernels through the host executor")
+
+
+def pytest_sessionfinish() -> None:
+    build.prune()
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Somewhere to run a launch: `run` raises when the place can tell that the kernel is wrong."""
+
+    name: str
+    run: Callable[[Launch], tuple[mx.array, ...]]
+
+
+def compiler_named(command: str) -> build.Compiler:
+    """The compiler, or a skip that says what is missing."""
+    found = build.find(command)
+    if found is None:
+        pytest.skip(f"{command} is not installed")
+    if "Apple" in found.version:
+        pytest.skip(
+            "the host executor needs fibers, which macOS has deprecated; the GPU runs there"
+        )
+    return found
+
+
+def _runner(place: str) -> Runner:
+    if place == "gpu":
+        if not mx.metal.is_available():
+            pytest.skip("this MLX has no Metal")
+        return Runner("gpu", metal_kernels.run)
+    compiler = compiler_named(place)
+    executor.prepare([(launch, None) for launch in typical.launches()], compiler)
+    return Runner(place, lambda launch: executor.run(launch, compiler))
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        *(pytest.param(name, marks=pytest.mark.metal_host) for name in COMPILERS),
+        pytest.param("gpu", marks=pytest.mark.metal_gpu),
+    ],
+)
+def runner(request: pytest.FixtureRequest) -> Runner:
+    """Each place in turn that can run a kernel."""
+    return _runner(request.param)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=pytest.mark.metal_host) for name in COMPILERS],
+)
+def compiler(request: pytest.FixtureRequest) -> build.Compiler:
+    """Each host compiler in turn."""
+    return compiler_named(request.param)

@@ -1,0 +1,115 @@
+"""Metal source to C++ for the host: line for line, so that a finding names the kernel's own line.
+
+Only declarations change: a pointer with an address space becomes a checked pointer of that space
+(mixing spaces stays an error, as in Metal), a threadgroup array becomes the group's shared one,
+and attributes in double brackets go. Everything else is compiled as it stands.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .signature import Parameter, Signature
+
+_TYPE = r"[A-Za-z_][\w:]*(?:<[^;(){}]*?>)?"
+_POINTER = re.compile(
+    rf"(?P<const1>\bconst\s+)?\b(?P<space>device|constant|threadgroup)\s+(?P<const2>const\s+)?"
+    rf"(?P<type>{_TYPE})(?P<const3>\s+const)?\s*\*"
+)
+_SHARED = re.compile(
+    rf"\bthreadgroup\s+(?P<type>{_TYPE})\s+(?P<name>\w+)\s*(?P<sizes>(?:\[[^\]]+\]\s*)*);"
+)
+_ATTRIBUTE = re.compile(r"\[\[.*?\]\]")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_MEETING = re.compile(r"\b(?:threadgroup_barrier|simdgroup_barrier|simd_\w+|quad_\w+)\s*\(")
+
+
+def without_comments(source: str) -> str:
+    """The source with comments blanked out, of as many lines as before."""
+    return _COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found.group()), source)
+
+
+def threads_meet(source: str) -> bool:
+    """Whether the kernel has barriers or simdgroup functions, so that its threads need fibers."""
+    return _MEETING.search(without_comments(source)) is not None
+
+
+def _checked_pointer(found: re.Match[str]) -> str:
+    const = any(found[group] for group in ("const1", "const2", "const3"))
+    element = f"const {found['type']}" if const else found["type"]
+    return f"host::pointer<host::{found['space']}_space, {element}>"
+
+
+def _shared_array(found: re.Match[str]) -> str:
+    sizes = re.findall(r"\[([^\]]+)\]", found["sizes"])
+    arguments = ", ".join([found["type"], *(f"({size})" for size in sizes)])
+    return f'host::Shared<{arguments}> {found["name"]}(HOST_STATEMENT_KEY, "{found["name"]}");'
+
+
+def to_cpp(source: str) -> str:
+    """Metal text as C++ text, of the same number of lines."""
+    text = without_comments(source)
+    text = _ATTRIBUTE.sub("", text)
+    previous = None
+    while previous != text:  # a pointer type may stand within a pointer type's arguments
+        previous = text
+        text = _POINTER.sub(_checked_pointer, text)
+    text = _SHARED.sub(_shared_array, text)
+    assert text.count("\n") == source.count("\n")
+    return text
+
+
+def _argument(parameter: Parameter) -> str:
+    number, space = parameter.number, f"host::{parameter.space}_space"
+    return {
+        "input": f"host::input<{space}, {parameter.type_name}>({number})",
+        "scalar": f"host::scalar<{parameter.type_name}>({number})",
+        "shape": f"host::shape({number})",
+        "strides": f"host::strides({number})",
+        "ndim": f"host::ndim({number})",
+        "output": f"host::output<{parameter.type_name}>({number})",
+        "attribute": f"host::attribute::{parameter.name}()",
+    }[parameter.kind]
+
+
+def unit(signature: Signature, header: tuple[str, str], body: tuple[str, str]) -> str:
+    """The whole C++ unit: header and body are pairs of file name and Metal text."""
+    inputs = [p for p in signature.parameters if p.kind in ("input", "scalar")]
+    outputs = [p for p in signature.parameters if p.kind == "output"]
+    names = ["{" + ", ".join(f'"{p.name}"' for p in group) + "}" for group in (inputs, outputs)]
+    arguments = ",\n      ".join(_argument(p) for p in signature.parameters)
+    fibers = "true" if threads_meet(header[1] + body[1]) else "false"
+    return "\n".join(
+        [
+            '#include "arguments.h"',
+            "#define device",
+            "#define constant",
+            "#define threadgroup",
+            "#define thread",
+            "namespace metal {",
+            f'#line 1 "{header[0]}"',
+            to_cpp(header[1]),
+            '#line 1 "signature"',
+            to_cpp(signature.text).rstrip("\n"),
+            f'#line 1 "{body[0]}"',
+            to_cpp(body[1]),
+            "}",
+            "#undef device",
+            "#undef constant",
+            "#undef threadgroup",
+            "#undef thread",
+            '#line 1 "launch"',
+            "static void run_thread() {",
+            f"  {signature.function}{signature.template_arguments}(",
+            f"      {arguments});",
+            "}",
+            "} // namespace metal",
+            "int main(int, char** arguments) {",
+            f"  static const char* const inputs[] = {names[0]};",
+            f"  static const char* const outputs[] = {names[1]};",
+            f"  return host::run(arguments[1], {{inputs, {len(inputs)}, outputs, {len(outputs)},",
+            f'      {fibers}, {{"{body[0]}", 1}}, metal::run_thread}});',
+            "}",
+            "",
+        ]
+    )
