@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_kvcache.errors import CapacityError
+from mlx_kvcache.errors import CapacityError, RewindError
 from mlx_kvcache.layout.sequence import SequenceLayout
 from mlx_kvcache.layout.shared import SharedLayout
 from mlx_kvcache.layout.steps import DeclaredStep
@@ -54,7 +54,7 @@ class BatchedLayout(SharedLayout):
         (rows of an unfinished step) or `CapacityError`.
         """
         length = self.fork_length(sequence, up_to)
-        self._members[sequence].check_rewind(length)
+        self._check_rings(sequence, length)
         if length > self.free:
             raise CapacityError(
                 f"a fork of {length} positions does not fit: {self.free} of {self.capacity} "
@@ -68,7 +68,7 @@ class BatchedLayout(SharedLayout):
 
     def check_rewind(self, sequence: int, position: int) -> None:
         super().check_rewind(sequence, position)
-        self._members[sequence].check_rewind(position)
+        self._check_rings(sequence, position)
 
     def rewound(self, sequence: int) -> None:
         """Record that a sequence was rewound."""
@@ -88,6 +88,12 @@ class BatchedLayout(SharedLayout):
             for sequence in self._placed.starts:
                 self._claimed.pop(sequence, None)
         super().finish_step()
+
+    def _check_rings(self, sequence: int, position: int) -> None:
+        try:
+            self._members[sequence].check_rewind(position)
+        except RewindError as error:
+            raise RewindError(f"sequence {sequence}: {error}") from None
 
     def _length(self, sequence: int) -> int | None:
         member = self._members.get(sequence)

@@ -204,6 +204,8 @@ def test_an_interrupted_step_can_be_taken_back() -> None:
     step = run.declare([(a, 1), (b, 3)])
     run.run(step, [0, 1])
     run.refused(RewindError, cache.abandon_step)
+    with pytest.raises(RewindError, match=f"^sequence {b}: cannot rewind"):
+        cache.abandon_step()
     run.remove(b)
     cache.abandon_step()
     del run.truth[a][before[a] :]
