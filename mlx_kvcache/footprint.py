@@ -70,10 +70,9 @@ def sequence_rows(config: CacheConfig) -> RowRule:
         if not isinstance(layout, RingLayout):
             start = min(config.initial_capacity, config.capacity)
             return Extent(tokens, grown_rows(start, tokens, config.capacity))
-        # From the first position outside the window on, a ring is allocated whole.
-        needed = tokens if tokens <= layout.window else layout.size
+        held = min(tokens, layout.size)
         start = min(config.initial_capacity, layout.size)
-        return Extent(min(tokens, layout.size), grown_rows(start, needed, layout.size))
+        return Extent(held, layout.whole(grown_rows(layout.whole(start), held, layout.size)))
 
     return rows
 

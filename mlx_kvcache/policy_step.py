@@ -34,6 +34,7 @@ class PolicyStep:
         "_behind",
         "_layer_index",
         "_masks",
+        "_ring",
         "_row_limit",
         "_sequence",
         "_slot_starts",
@@ -58,14 +59,15 @@ class PolicyStep:
         self._layer_index = layer_index
         self._array_start = array_start
         self._slot_starts: dict[int, mx.array] = {}
-        self.window = layout.window if isinstance(layout, RingLayout) else 0
-        self.ring_size = layout.size if isinstance(layout, RingLayout) else 0
+        self._ring = layout if isinstance(layout, RingLayout) else None
+        self.window = self._ring.window if self._ring else 0
+        self.ring_size = self._ring.size if self._ring else 0
         self._row_limit = self.ring_size or sequence.capacity
         # The layers that have a pool, and those whose pool is yet to grow to `rows`.
         self._allocated: set[int] = set()
         self._behind: set[int] = set()
         self._masks = StepMasks(self.window, self.ring_size)
-        self.rows = min(initial_rows, self._row_limit)
+        self.rows = self._allocated_rows(min(initial_rows, self._row_limit))
         self.plan: StepPlan | None = None
         # Rows answered by a step larger than the ring, by layer: for layers that are read again.
         self.joined: dict[int, tuple[mx.array, mx.array]] = {}
@@ -138,10 +140,8 @@ class PolicyStep:
             return plan
         plan = self._sequence.plan(self._layer_index, position, tokens)
         self._sequence.commit(plan)
-        # From the first position outside the window on, a ring is read whole.
-        outside = self.window and plan.end > self.window
-        needed = self.ring_size if outside else plan.end
-        self._grow_to(grown_rows(self.rows, needed, self._row_limit))
+        needed = min(plan.end, self._row_limit)
+        self._grow_to(self._allocated_rows(grown_rows(self.rows, needed, self._row_limit)))
         self._close_plan()
         self.position = NO_POSITION
         self.plan = plan
@@ -175,7 +175,7 @@ class PolicyStep:
 
     def reserve(self, length: int) -> None:
         """Ask for enough rows, at once, that `length` positions fit without growing again."""
-        rows = max(self.rows, min(length, self._row_limit))
+        rows = max(self.rows, self._allocated_rows(min(length, self._row_limit)))
         if rows > self.rows and self.position != NO_POSITION and not self.stop:
             # The running step answers with the whole pool, which is about to have more rows.
             self.stop = self.end
@@ -185,6 +185,9 @@ class PolicyStep:
         """Note that the pool of `layer` has the rows that every pool must have."""
         self._allocated.add(layer)
         self._behind.discard(layer)
+
+    def _allocated_rows(self, rows: int) -> int:
+        return self._ring.whole(rows) if self._ring else rows
 
     def _grow_to(self, rows: int) -> None:
         if rows > self.rows:

@@ -129,8 +129,9 @@ def _with_rows(array: mx.array, rows: int) -> mx.array:
     batch, heads, held, dim = array.shape
     if rows <= held:
         return array
-    more = mx.zeros((batch, heads, rows - held, dim), array.dtype)
-    return mx.concatenate([array, more], axis=2) if held else more
+    # Joined with one number stretched over the new rows: zeros of their own would be written twice.
+    more = mx.broadcast_to(mx.array(0, array.dtype), (batch, heads, rows - held, dim))
+    return mx.concatenate([array, more], axis=2)
 
 
 def _written(

@@ -23,6 +23,13 @@ class RingLayout:
         """Slots of the ring: the last of `spare` new queries still finds its whole window."""
         return self.window + self.spare - 1
 
+    def whole(self, rows: int) -> int:
+        """`rows`, or the whole ring where they hold the window already.
+
+        What is left to add are the few spare rows, which are not worth a copy of their own.
+        """
+        return self.size if rows >= self.window else rows
+
     def plan(self, position: int, count: int) -> StepPlan:
         """Write the new rows over the oldest, read the union of the queries' windows."""
         size = self.size

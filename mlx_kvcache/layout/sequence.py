@@ -127,7 +127,12 @@ class SequenceLayout:
         end = position + tokens
         if position != self._length or end > self.capacity or tokens < 1:
             self.admit(position, tokens)
-        self._commit(position, end)
+            self._commit(position, end)
+            return
+        self._step_position = position
+        self._length = end
+        if end > self._high_water:
+            self._high_water = end
 
     def _commit(self, position: int, end: int) -> None:
         self._step_position = position
