@@ -16,6 +16,8 @@ from mlx_kvcache.faces import (
     Cache,
     SequenceControl,
     SequencePlanner,
+    SharedControl,
+    StepBackend,
 )
 from mlx_kvcache.factory import FACTORY, CacheFactory
 from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
@@ -24,6 +26,8 @@ from mlx_kvcache.registry import REGISTRY, CacheRegistry, CacheSession, current_
 
 if TYPE_CHECKING:
     from mlx_kvcache.attention import AttendSpec, attend, update_and_attend
+    from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
+    from mlx_kvcache.cell_cache import MLXCellCache
     from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
     from mlx_kvcache.sequence_cache import MLXSequenceCache
 
@@ -43,10 +47,14 @@ __all__ = [
     "CacheSession",
     "LayerGeometry",
     "LayerPolicy",
+    "MLXBatchedSequenceCache",
+    "MLXCellCache",
     "MLXSequenceCache",
     "ModelLayer",
     "SequenceControl",
     "SequencePlanner",
+    "SharedControl",
+    "StepBackend",
     "__version__",
     "attend",
     "current_cache",
@@ -61,6 +69,8 @@ _NEEDS_MLX = {
     "AttendSpec": "mlx_kvcache.attention",
     "attend": "mlx_kvcache.attention",
     "update_and_attend": "mlx_kvcache.attention",
+    "MLXBatchedSequenceCache": "mlx_kvcache.batched_cache",
+    "MLXCellCache": "mlx_kvcache.cell_cache",
     "MLXSequenceCache": "mlx_kvcache.sequence_cache",
     "make_prompt_cache": "mlx_kvcache.integrations.mlx_lm",
 }

@@ -35,6 +35,18 @@ class RewindError(KVCacheError, ValueError):
     """A rewind to a position whose window is no longer held."""
 
 
+class UnknownSequenceError(KVCacheError, KeyError):
+    """A sequence id that was never given out, or whose sequence was removed."""
+
+    def __str__(self) -> str:
+        # A KeyError shows the repr of its argument, which is meant to be a key.
+        return str(self.args[0]) if self.args else ""
+
+
+class StepError(KVCacheError, RuntimeError):
+    """A step over several sequences that is malformed, not declared, or not finished."""
+
+
 class UpdateShapeError(KVCacheError, ValueError):
     """Keys or values whose batch, heads, rows or head dim do not fit the layer."""
 

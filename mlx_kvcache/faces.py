@@ -1,6 +1,7 @@
 """What a cache lets others do, by who calls it and when: named faces, checked by structure.
 
-The application calls `SequenceControl` between steps. During a step, attention calls
+The application calls `SequenceControl`, or `SharedControl` of a cache of many sequences, between
+steps. During a step, attention calls
 `AttentionBackend`, and the byte layer asks a `SequencePlanner` for rows. A cache subclasses none
 of them: having the members is enough, for a type checker and for `isinstance`, which looks at
 the names only.
@@ -8,11 +9,13 @@ the names only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mlx_kvcache.config import CacheConfig
 from mlx_kvcache.geometry import CacheGeometry, LayerGeometry
 from mlx_kvcache.layout.runs import StepPlan
+from mlx_kvcache.layout.steps import DeclaredStep, SpanRequest
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -146,3 +149,92 @@ class AttentionBackend(Protocol):
         self, layer: int, keys: mx.array, values: mx.array, position: int | None = None
     ) -> tuple[mx.array, mx.array]:
         """Append keys and values [B, H, T, D]; answer the rows that their queries may see."""
+
+
+@runtime_checkable
+class SharedControl(Cache, Protocol):
+    """What an application may call between steps, on a cache that holds many sequences.
+
+    Every call that is refused raises a typed error and changes nothing.
+    """
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The ids of the live sequences, ascending."""
+
+    @property
+    def used(self) -> int:
+        """How much of the capacity is taken."""
+
+    @property
+    def free(self) -> int:
+        """How many more tokens fit."""
+
+    @property
+    def unfinished(self) -> Mapping[int, int]:
+        """The sequences whose newest step some layers have not written, and where it started."""
+
+    def new(self) -> int:
+        """Begin an empty sequence and answer its id."""
+
+    def fork(self, sequence: int, up_to: int | None = None) -> int:
+        """Begin a sequence with the same history, up to a position, and answer its id."""
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence."""
+
+    def rewind(self, sequence: int, position: int) -> None:
+        """Forget the positions of a sequence from `position` on."""
+
+    def position(self, sequence: int) -> int:
+        """Positions that a sequence holds: its next token's."""
+
+    def declare_step(
+        self, request: SpanRequest, positions: Sequence[int] | None = None
+    ) -> DeclaredStep:
+        """Admit the next step: (sequence id, number of tokens) for each span."""
+
+    def abandon_step(self) -> None:
+        """Take back the step that is declared or was not finished."""
+
+
+@runtime_checkable
+class StepBackend(Protocol):
+    """What a model calls during a step over many sequences, flat and without padding.
+
+    Arrays are `[1, H, T, D]`, the tokens in the declared order; the layer is a cache layer.
+    """
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Every array that is alive in the cache, for `mx.eval`."""
+
+    def step_positions(self) -> mx.array:
+        """The position of each token, int32 [T], for rotary embeddings."""
+
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        *,
+        softcap: float | None = None,
+        out_dtype: mx.Dtype | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> mx.array:
+        """Write the step into a layer and attend each token to what its sequence may see."""
+
+    def attend_again(
+        self,
+        layer: int,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        *,
+        softcap: float | None = None,
+        out_dtype: mx.Dtype | None = None,
+    ) -> mx.array:
+        """Attend other queries to a layer that has written the running step already."""

@@ -32,9 +32,12 @@ Builder = Callable[[CacheGeometry, CacheConfig], Cache]
 Pair = tuple[str, str]
 
 ENTRY_POINT_GROUP = "mlx_kvcache.caches"
-#: The backend of this package, and its kind for one sequence or a batch that advances together.
+#: The backend of this package, and its kinds: for one sequence or a batch that advances together,
+#: for many sequences that share cells, and for many with pools of their own.
 MLX = "mlx"
 SEQUENCE = "sequence"
+CELL = "cell"
+BATCHED = "batched"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -193,5 +196,20 @@ def _mlx_sequence(geometry: CacheGeometry, config: CacheConfig) -> Cache:
     return MLXSequenceCache(geometry, config)
 
 
+def _mlx_cell(geometry: CacheGeometry, config: CacheConfig) -> Cache:
+    from mlx_kvcache.cell_cache import MLXCellCache
+
+    return MLXCellCache(geometry, config)
+
+
+def _mlx_batched(geometry: CacheGeometry, config: CacheConfig) -> Cache:
+    from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
+
+    return MLXBatchedSequenceCache(geometry, config)
+
+
 #: The factory that sessions use unless they are given another one.
-FACTORY = CacheFactory({(MLX, SEQUENCE): _mlx_sequence}, ENTRY_POINT_GROUP)
+FACTORY = CacheFactory(
+    {(MLX, SEQUENCE): _mlx_sequence, (MLX, CELL): _mlx_cell, (MLX, BATCHED): _mlx_batched},
+    ENTRY_POINT_GROUP,
+)

@@ -1,0 +1,50 @@
+"""Random schedules over MLXBatchedSequenceCache: real rings, no row in the wrong sequence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+from cells.machine import SharedMachine
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
+
+
+class BatchedMachine(SharedMachine):
+    cache_class: ClassVar[type[Any]] = MLXBatchedSequenceCache
+    met: ClassVar[Counter[str]] = Counter()
+
+
+def test_random_schedules() -> None:
+    BatchedMachine.met.clear()
+    run_state_machine_as_test(
+        BatchedMachine,
+        settings=settings(
+            settings.default,
+            max_examples=settings.default.max_examples // 2,
+            stateful_step_count=30,
+        ),
+    )
+    for what in (
+        "step",
+        "step over several",
+        "step with a sequence in two spans",
+        "fork",
+        "rewind",
+        "remove",
+        "verb before a step",
+        "stale declaration",
+        "interrupted, abandon",
+        "interrupted, rewind",
+        "interrupted, remove",
+        "refused update",
+        "refused step CapacityError",
+        "refused fork below the floor",
+        "refused fork beyond the capacity",
+        "refused rewind below the floor",
+        "a ring that cannot be put back",
+    ):
+        assert BatchedMachine.met[what] > 0, f"{what}: met {BatchedMachine.met[what]} times"
+    print(dict(BatchedMachine.met))
