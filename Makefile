@@ -27,8 +27,8 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## Generate text with SmolLM2 on this cache, and show the numbers
 	@$(RUN)/mlx-kvcache generate "What is the capital of France? Answer in one sentence." --max-tokens 48
 
-test: $(STAMP) ## Lint-free test suite, without real models (a few minutes)
-	@$(RUN)/python -m pytest -m "not models"
+test: $(STAMP) ## The test suite without real models (a few minutes)
+	@$(RUN)/python -m pytest -m "not models" -n 2 --dist loadfile
 
 test-models: $(STAMP) ## Tests on SmolLM2 and Gemma 3 270M (downloads them once)
 	@$(RUN)/python -m pytest -m models

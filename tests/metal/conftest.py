@@ -17,11 +17,6 @@ from .host import build, executor
 COMPILERS = ("g++", "clang++")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "metal_gpu: runs the kernels on a real Metal GPU")
-    config.addinivalue_line("markers", "metal_host: runs the kernels through the host executor")
-
-
 def pytest_sessionfinish() -> None:
     build.prune()
 
