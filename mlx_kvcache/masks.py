@@ -62,15 +62,17 @@ class StepMasks:
         `window` narrows the policy's own (0 = no further). "causal" is answered where it is
         enough and no array is asked for; None for one token that sees all rows answered.
         """
-        end = position + tokens
         own = self._window
-        if window < 0 or (tokens != 1 and (type(tokens) is not int or tokens < 1)):
-            _refuse(tokens, window)
-        if tokens == 1 and own and end > own:
+        size = self._ring_size
+        if tokens == 1 and own and position >= own and window >= 0:
             self._at(position)
             self._slot_order.add(1)
-            return self._decode_mask(position, self._narrower(window))
-        size = self._ring_size
+            narrow = window if 0 < window < own else own
+            mask = self._slot_masks.get((position % size, narrow))
+            return self._decode_mask(position % size, narrow) if mask is None else mask
+        if window < 0 or type(tokens) is not int or tokens < 1:
+            _refuse(tokens, window)
+        end = position + tokens
         first = self._first_row(position)
         if size and tokens > 1 and end - first <= size and first // size != (end - 1) // size:
             self._at(position)
@@ -114,16 +116,12 @@ class StepMasks:
             self._memo[key] = ring_band(position, tokens, self._ring_size, window)
         return self._memo[key]
 
-    def _decode_mask(self, position: int, window: int) -> mx.array:
-        size = self._ring_size
-        slot = position % size
-        mask = self._slot_masks.get((slot, window))
-        if mask is None:
-            template = self._templates.get(window)
-            if template is None:
-                template = self._templates[window] = ring_template(size, window)
-            mask = template[:, size - 1 - slot : 2 * size - 1 - slot]
-            self._slot_masks[slot, window] = mask
+    def _decode_mask(self, slot: int, window: int) -> mx.array:
+        template = self._templates.get(window)
+        if template is None:
+            template = self._templates[window] = ring_template(self._ring_size, window)
+        first = self._ring_size - 1 - slot
+        mask = self._slot_masks[slot, window] = template[:, first : first + self._ring_size]
         return mask
 
 

@@ -169,7 +169,6 @@ class SequenceLayer(KVPool):
             and values.shape == self._value_shape
             and keys.dtype == self._key_dtype
             and values.dtype == self._value_dtype
-            and self.rows == step.rows
             and step.open_decode(self.offset)
         ):
             return self.update_and_fetch(keys, values)

@@ -90,8 +90,8 @@ class TokenCache:
 
         Answers its length: 0 when nothing else is left. Also ends whatever step was broken off.
         """
-        shortest = min(layer.offset for layer in self.sequence.layers)
-        target = self._nearest(min(limit, shortest, len(self.held)))
+        # A token is held only once every layer has finished its step.
+        target = self._nearest(min(limit, len(self.held)))
         self._go_back(target)
         self.wait()
         return target
