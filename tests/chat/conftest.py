@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, processors
+from typer.testing import CliRunner
+
+from mlx_kvcache import make_prompt_cache
+from mlx_kvcache.cli import app
+from mlx_kvcache.conversation import ChatOptions, Conversation
+from mlx_kvcache.models import load
+from tests.cli.tiny import write_model
+
+Loaded = tuple[Any, Any]
+
+#: `w94` opens each message and `w95` ends it: here that is also the token that ends an answer.
+TEMPLATE = (
+    "{{ bos_token }} "
+    "{% for message in messages %}"
+    "{% if message.role != 'assistant' and message.content == 'w9' %}"
+    "{{ raise_exception('not that') }}{% endif %}"
+    "w94 w{{ {'system': 91, 'user': 92, 'assistant': 93}[message.role] }} "
+    "{{ message.content }} w95 "
+    "{% endfor %}{% if add_generation_prompt %}w94 w93{% endif %}"
+)
+#: Writes each earlier answer without its first word, as some templates do with reasoning.
+FORGETFUL = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{{ message.content.split(' ')[1:] | join(' ') if message.role == 'assistant' "
+    "else message.content }}",
+)
+
+
+def write_chat_model(
+    directory: Path,
+    family: str = "llama",
+    template: str | None = TEMPLATE,
+    changes: Mapping[str, Any] | None = None,
+) -> Path:
+    """A tiny model whose tokenizer puts BOS before a text, with a chat template or without."""
+    write_model(directory, family, changes)
+    path = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.save(str(path))
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`directories(family, template)`: a model's directory, written once."""
+    made: dict[tuple[str, str | None], Path] = {}
+
+    def directory(family: str = "llama", template: str | None = TEMPLATE) -> Path:
+        if (family, template) not in made:
+            path = tmp_path_factory.mktemp(family)
+            made[family, template] = write_chat_model(path, family, template)
+        return made[family, template]
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def loaded(directories: Callable[..., Path]) -> Callable[..., Loaded]:
+    """`loaded(family, template)`: model and tokenizer, loaded once."""
+    made: dict[tuple[str, str | None], Loaded] = {}
+
+    def model(family: str = "llama", template: str | None = TEMPLATE) -> Loaded:
+        if (family, template) not in made:
+            made[family, template] = load(directories(family, template))
+        return made[family, template]
+
+    return model
+
+
+@pytest.fixture
+def begin(loaded: Callable[..., Loaded]) -> Callable[..., Conversation]:
+    """`begin(family, template, capacity=..., max_write=..., **options)`: a new conversation."""
+
+    def conversation(
+        family: str = "llama",
+        template: str | None = TEMPLATE,
+        *,
+        capacity: int | None = None,
+        max_write: int = 64,
+        **options: Any,
+    ) -> Conversation:
+        model, tokenizer = loaded(family, template)
+        cache = make_prompt_cache(model, capacity, max_write=max_write, initial_capacity=4)
+        options = {"max_tokens": 6, **options}
+        return Conversation(model, tokenizer, cache, ChatOptions(**options))
+
+    return conversation
+
+
+@pytest.fixture
+def chat() -> Callable[..., Any]:
+    """Run `mlx-kvcache chat` in this process over some lines: typer's Result."""
+
+    def run(directory: Path, lines: str | bytes, *arguments: str) -> Any:
+        command = ["chat", "--model", str(directory), *arguments]
+        return CliRunner().invoke(app, command, input=lines)
+
+    return run
