@@ -177,7 +177,8 @@ class Engine:
         """Ask for an answer to `prompt`, token ids; it is produced by `step`.
 
         With a `session` the prompt continues it, without one it has a session of its own, which
-        ends with the answer. That begins as a fork of `parent`, made when the request starts.
+        ends with the answer. That begins as a fork of `parent`, made when the request starts,
+        which is not before a request that runs on the parent has ended.
         max_tokens 0 reads the prompt and answers nothing. A seed gives the request a random
         state of its own, so that its answer does not depend on who else is there. `sampler`
         takes the place of mlx-lm's own for `sampling`.
@@ -286,6 +287,8 @@ class Engine:
     def _admit(self) -> None:
         while (number := self._scheduler.head) is not None:
             request = self._requests[number]
+            if request.parent is not None and _is_running(request.parent):
+                return
             try:
                 need, copied = self._need(request)
                 if not self._scheduler.fits(need + copied, self.cache.free):
@@ -462,6 +465,10 @@ class Engine:
 def _session(request: Request) -> Session:
     assert request.session is not None, "a request that runs has a session"
     return request.session
+
+
+def _is_running(session: Session) -> bool:
+    return session.request is not None and session.request.started is not None
 
 
 def _greedy(logprobs: mx.array) -> mx.array:
