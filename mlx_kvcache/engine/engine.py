@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from mlx_kvcache.engine.requests import (
     LENGTH,
     STOP,
     Event,
+    RandomState,
     Request,
     Sampler,
     Session,
@@ -267,13 +267,10 @@ class Engine:
         if not tokens and not (pending and max_tokens):
             raise ConfigError("the prompt is empty; give at least one token")
         self._check_can_fit(len(before) + len(tokens), max_tokens)
-        key = None
-        if sampling.temp:
-            seed = sampling.seed
-            key = mx.random.key(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
+        random = RandomState.of(sampling.seed) if sampling.temp else None
         return Request(
             self, self._next_number, tokens, max_tokens, stop_ids, sampling,
-            sampler or _make_sampler(sampling), key, session, parent, session is None,
+            sampler or _make_sampler(sampling), random, session, parent, session is None,
         )  # fmt: skip
 
     def _check_can_fit(self, known: int, max_tokens: int) -> None:
@@ -369,22 +366,19 @@ class Engine:
 
     def _choose(self, request: Request, result: Result) -> int:
         assert result.logits is not None, "a result without an error has logits"
-        if request.key is None and request.sampler is _greedy:
+        if request.random is None and request.sampler is _greedy:
             assert result.greedy is not None
             return result.greedy
         logits = result.logits
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        state: Any = mx.random.state
-        before = state[0]
-        if request.key is not None:
-            state[0] = request.key
-        try:
-            token = int(request.sampler(logprobs).tolist()[0])  # type: ignore[index, arg-type]
-            after = state[0]
-        finally:
-            state[0] = before
-        if request.key is not None:
-            request.key = after
+        if request.random is None:
+            answer = request.sampler(logprobs)
+        else:
+            with request.random.in_use():
+                answer = request.sampler(logprobs)
+
+                mx.eval(answer)
+        token = int(answer.tolist()[0])  # type: ignore[index, arg-type]
         if not 0 <= token < self.vocabulary:
             raise ConfigError(
                 f"the sampler chose token {token}; there are {self.vocabulary} token ids"

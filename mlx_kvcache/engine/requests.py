@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +40,38 @@ class Event(NamedTuple):
     request: Request
     token: int | None
     finish_reason: str | None
+
+
+class RandomState:
+    """A random state of its own for one request, in terms of MLX's, which is one for a thread.
+
+    MLX's state can be set by a seed only, and the state is the seed in two words.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @classmethod
+    def of(cls, seed: int | None) -> RandomState:
+        """The state that `mx.random.seed(seed)` gives; any state for None."""
+        return cls(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Draw from this state, and put the thread's own back."""
+        outer = _current_seed()
+        mx.random.seed(self._seed)
+        try:
+            yield
+            self._seed = _current_seed()
+        finally:
+            mx.random.seed(outer)
+
+
+def _current_seed() -> int:
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
+    return int(high) << 32 | int(low)
 
 
 @dataclass(eq=False)
@@ -88,7 +122,7 @@ class Request:
     stop: frozenset[int]
     sampling: Sampling
     sampler: Sampler
-    key: mx.array | None
+    random: RandomState | None
     session: Session | None
     parent: Session | None
     owns_session: bool

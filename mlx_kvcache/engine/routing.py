@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -43,7 +43,8 @@ _lock = threading.Lock()
 _replaced: dict[str, tuple[Any, int]] = {}
 
 
-class _Mask(NamedTuple):
+@dataclass(frozen=True)
+class _Mask:
     """Stands for a causal mask, which the cache makes itself. window: 0 where none was given."""
 
     window: int
@@ -206,8 +207,12 @@ class FlatModel:
         try:
             cache.declare_step([(cache.new(), 2), (cache.new(), 1)])
             step, logits = self._run(cache, mx.zeros((3,), mx.int32))
-        except (KVCacheError, *_MODEL_ERRORS) as error:
+        except KVCacheError as error:
             raise self._unsupported(error) from error
+        except _MODEL_ERRORS as error:
+            raise self._unsupported(
+                f"it does something of its own with the cache's mask, rows or offset ({error})"
+            ) from error
         if logits.shape[:2] != (3, 1):
             raise self._unsupported(f"its logits have the shape {list(logits.shape)}")
         layers = []

@@ -32,9 +32,7 @@ def test_unequal_sequences_that_join_and_leave(family, kind):
     prompts = prompts_of(family, LENGTHS)
     counts = [COUNT, 5, COUNT, 11, 1, 17]
     expected = [alone(model, *pair) for pair in zip(prompts, counts, strict=True)]
-    engine = Engine(
-        model, 400, kind, max_active=3, step_tokens=16, initial_capacity=4, max_write=2
-    )
+    engine = Engine(model, 400, kind, max_active=3, step_tokens=16, initial_capacity=4, max_write=2)
     requests = [
         engine.submit(prompt, max_tokens=count)
         for prompt, count in zip(prompts, counts, strict=True)

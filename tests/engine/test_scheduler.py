@@ -71,7 +71,9 @@ def test_more_than_was_reserved_is_refused():
     assert scheduler.plan().chunks == (Chunk(0, 4),)
 
 
-@pytest.mark.parametrize(("step_tokens", "max_active"), [(0, 1), (4, 5), (True, 1), (4, 0), (4, 1.5)])
+@pytest.mark.parametrize(
+    ("step_tokens", "max_active"), [(0, 1), (4, 5), (True, 1), (4, 0), (4, 1.5)]
+)
 def test_impossible_limits_are_refused(step_tokens, max_active):
     with pytest.raises(ConfigError):
         Scheduler(step_tokens, max_active)
