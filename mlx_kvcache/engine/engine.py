@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -16,8 +15,9 @@ from mlx_kvcache.config import (
     DEFAULT_MAX_WRITE,
     CacheConfig,
 )
+from mlx_kvcache.engine.choosing import choose, sampler_of
 from mlx_kvcache.engine.metrics import Metrics
-from mlx_kvcache.engine.passes import Passes, Result, Row
+from mlx_kvcache.engine.passes import Passes, Row
 from mlx_kvcache.engine.requests import (
     CANCELLED,
     FAILED,
@@ -33,16 +33,17 @@ from mlx_kvcache.engine.requests import (
     check_sampling,
     check_stop,
 )
-from mlx_kvcache.engine.routing import Cache, FlatModel
+from mlx_kvcache.engine.routing import FlatModel
 from mlx_kvcache.engine.scheduler import Chunk, Scheduler
+from mlx_kvcache.engine.sessions import SessionStore, make_cache
 from mlx_kvcache.errors import CapacityError, ConfigError, KVCacheError, SessionError
-from mlx_kvcache.factory import BATCHED, CELL
+from mlx_kvcache.factory import CELL
 from mlx_kvcache.generation import Sampling, default_prefill_step
 
 GREEDY = Sampling()
 
 
-class Engine:
+class Engine(SessionStore):
     """Runs many conversations with one model at once: continuous batching without padding.
 
     capacity: the most positions that all sessions hold together. kind: "cell" (forks share rows)
@@ -78,11 +79,10 @@ class Engine:
         self._scheduler = Scheduler(step_tokens, max_active)
         self._model = FlatModel(model, windows)
         config = CacheConfig(capacity, kv_dtype, initial_capacity, max_write)
-        self.cache = _make_cache(self._model, config, kind, max_context)
+        self.cache = make_cache(self._model, config, kind, max_context)
         self._passes = Passes(self._model, self.cache)
         self._max_context = min(max_context or capacity, capacity)
         self._requests: dict[int, Request] = {}
-        self._sessions: dict[int, Session] = {}
         self._next_number = 0
         self._events: list[Event] = []
         self._to_cancel: deque[Request] = deque()
@@ -92,11 +92,6 @@ class Engine:
     def vocabulary(self) -> int:
         """The number of token ids of the model."""
         return self._model.vocabulary
-
-    @property
-    def cache_kind(self) -> str:
-        """ "cell" or "batched"."""
-        return CELL if isinstance(self.cache, MLXCellCache) else BATCHED
 
     @property
     def max_active(self) -> int:
@@ -118,50 +113,14 @@ class Engine:
         """The requests that run, in the order in which they started."""
         return tuple(self._requests[number] for number in self._scheduler.active)
 
-    @property
-    def free(self) -> int:
-        """Positions that are neither taken nor reserved by a running request."""
-        return self.cache.free - self._scheduler.reserved
-
-    @property
-    def shared(self) -> int:
-        """Positions that sessions hold without a cell of their own."""
-        if not isinstance(self.cache, MLXCellCache):
-            return 0
-        cache = self.cache
-        return sum(cache.position(sequence) for sequence in cache.sequences) - cache.used
-
-    def open(self) -> Session:
-        """Begin an empty session, to be continued by `submit` and ended by `close`."""
-        return self._adopt(self.cache.new(), [])
-
-    def fork(self, session: Session, up_to: int | None = None) -> Session:
-        """Begin a session with the same tokens, up to a position; cells are shared, not copied.
-
-        Raises `SessionError` (closed), `RewindError` (`up_to` beyond what is held or overwritten
-        by a ring), or `CapacityError`: a batched fork takes as many positions as it has, and
-        what running requests have reserved is not free.
-        """
-        sequence = self._sequence(session)
-        held = self.cache.position(sequence)
-        length = held if up_to is None else up_to
-        if not isinstance(self.cache, MLXCellCache) and held and length > self.free:
-            raise CapacityError(
-                f"a fork of {length} positions does not fit: {self.free} are neither taken nor "
-                "reserved; close sessions, or make the engine with a larger capacity"
-            )
-        twin = self.cache.fork(sequence, up_to)
-        return self._adopt(twin, session.tokens[:] if up_to is None else session.tokens[:up_to])
-
     def close(self, session: Session) -> None:
         """Forget a session, and cancel its request. Closing it again does nothing."""
+        if session.sequence is None:
+            return
+        self._sequence(session)
         if session.request is not None:
             self._end(session.request, CANCELLED)
         self._forget(session)
-
-    def position(self, session: Session) -> int:
-        """Tokens of a session that the cache holds. Raises `SessionError` when it is closed."""
-        return self.cache.position(self._sequence(session))
 
     def submit(
         self,
@@ -206,6 +165,7 @@ class Engine:
         request does not fit beside the idle sessions. A request that fails is ended, and its
         session closed, with its `error` set.
         """
+        self._mend()
         while self._to_cancel:
             request = self._to_cancel.popleft()
             if request.finish_reason is None:
@@ -270,7 +230,7 @@ class Engine:
         random = RandomState.of(sampling.seed) if sampling.temp else None
         return Request(
             self, self._next_number, tokens, max_tokens, stop_ids, sampling,
-            sampler or _make_sampler(sampling), random, session, parent, session is None,
+            sampler or sampler_of(sampling), random, session, parent, session is None,
         )  # fmt: skip
 
     def _check_can_fit(self, known: int, max_tokens: int) -> None:
@@ -280,6 +240,20 @@ class Engine:
                 f"but a session has at most {self._max_context}; ask for fewer, or make the engine "
                 "with a larger capacity"
             )
+
+    def _mend(self) -> None:
+        """Make good for a step that was interrupted between its pass and its bookkeeping."""
+        for number in self._scheduler.active:
+            request = self._requests[number]
+            session = _session(request)
+            ahead = session.position - len(session.tokens) + (1 if request.max_tokens else 0)
+            ahead += self._scheduler.unread(number)
+            if ahead and self._scheduler.unread(number):
+                self._scheduler.fed(number, ahead)
+            elif ahead:
+                # The token that followed is not known any more.
+                self.cache.rewind(self._sequence(session), session.position - ahead)
+            self._end_if_read(request)
 
     def _admit(self) -> None:
         while (number := self._scheduler.head) is not None:
@@ -333,11 +307,13 @@ class Engine:
                 continue
             self._scheduler.fed(request.number, len(row.tokens))
             self.metrics.prompt_tokens += len(row.tokens)
-            session = _session(request)
-            if not request.max_tokens and session.position == len(session.tokens):
-                self._end(request, LENGTH)
+            self._end_if_read(request)
         self.metrics.prefill_passes += 1
         self.metrics.prefill_seconds += time.perf_counter() - began
+
+    def _end_if_read(self, request: Request) -> None:
+        if not request.max_tokens and not self._scheduler.unread(request.number):
+            self._end(request, LENGTH)
 
     def _decode(self, requests: Sequence[Request]) -> None:
         began = time.perf_counter()
@@ -347,12 +323,12 @@ class Engine:
             if result.error is not None:
                 self._fail(request, result.error)
                 continue
-            self._scheduler.fed(request.number, 1)
             try:
-                token = self._choose(request, result)
+                token = choose(request, result, self.vocabulary)
             except Exception as error:
                 self._fail(request, error)
                 continue
+            self._scheduler.fed(request.number, 1)
             self._accept(request, token)
         self.metrics.decode_passes += 1
         self.metrics.decode_rows += len(requests)
@@ -363,27 +339,6 @@ class Engine:
         position = session.position
         sequence = self._sequence(session)
         return Row(sequence, session.tokens[position : position + tokens])
-
-    def _choose(self, request: Request, result: Result) -> int:
-        assert result.logits is not None, "a result without an error has logits"
-        if request.random is None and request.sampler is _greedy:
-            assert result.greedy is not None
-            return result.greedy
-        logits = result.logits
-        logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        if request.random is None:
-            answer = request.sampler(logprobs)
-        else:
-            with request.random.in_use():
-                answer = request.sampler(logprobs)
-
-                mx.eval(answer)
-        token = int(answer.tolist()[0])  # type: ignore[index, arg-type]
-        if not 0 <= token < self.vocabulary:
-            raise ConfigError(
-                f"the sampler chose token {token}; there are {self.vocabulary} token ids"
-            )
-        return token
 
     def _accept(self, request: Request, token: int) -> None:
         request.tokens.append(token)
@@ -422,25 +377,6 @@ class Engine:
             if request.owns_session:
                 self._forget(session)
 
-    def _adopt(self, sequence: int, tokens: list[int]) -> Session:
-        session = Session(self, sequence, tokens)
-        self._sessions[sequence] = session
-        return session
-
-    def _forget(self, session: Session) -> None:
-        if session.sequence is not None:
-            self.cache.remove(session.sequence)
-            del self._sessions[session.sequence]
-            session.sequence = None
-
-    def _sequence(self, session: Session) -> int:
-        sequence = session.sequence
-        if session.engine is not self:
-            raise SessionError("the session belongs to another engine")
-        if sequence is None:
-            raise SessionError("the session is closed; open or fork another")
-        return sequence
-
     def _observe(self) -> None:
         cache = self.cache
         self.metrics.observe(len(self._scheduler.active), cache.used, self.shared, cache.nbytes)
@@ -463,26 +399,3 @@ def _session(request: Request) -> Session:
 
 def _is_running(session: Session) -> bool:
     return session.request is not None and session.request.started is not None
-
-
-def _greedy(logprobs: mx.array) -> mx.array:
-    return mx.argmax(logprobs, axis=-1)
-
-
-def _make_sampler(sampling: Sampling) -> Sampler:
-    if not sampling.temp:
-        return _greedy
-    from mlx_lm.sample_utils import make_sampler
-
-    sampler: Any = make_sampler(sampling.temp, sampling.top_p)
-    return sampler  # type: ignore[no-any-return]
-
-
-def _make_cache(model: FlatModel, config: CacheConfig, kind: str, max_context: int | None) -> Cache:
-    if kind == CELL:
-        return MLXCellCache(model.geometry, config, max_context)
-    if kind == BATCHED:
-        from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
-
-        return MLXBatchedSequenceCache(model.geometry, config, max_context)
-    raise ConfigError(f"the kind of cache must be {CELL!r} or {BATCHED!r}, got {kind!r}")

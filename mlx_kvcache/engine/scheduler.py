@@ -130,6 +130,10 @@ class Scheduler:
             if entry.prefill:
                 self._turns.append(request)
 
+    def unread(self, request: int) -> int:
+        """Prompt tokens of a running request that are yet to be read."""
+        return self._active[request].prefill
+
     def remove(self, request: int) -> None:
         """Forget a request, whether it runs or waits."""
         if self._active.pop(request, None) is None:

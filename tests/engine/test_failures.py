@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_kvcache.engine import Engine
+from mlx_kvcache.engine.passes import Passes
 from mlx_kvcache.engine.routing import FlatModel
 from mlx_kvcache.errors import ConfigError, NonFiniteError
 from tests.families.build import all_families, build
@@ -179,3 +180,49 @@ def test_an_interrupted_step_is_taken_back_and_can_be_run_again(monkeypatch, kin
     monkeypatch.undo()
     for request, prompt in zip(requests, prompts, strict=True):
         assert request.tokens == alone(model, prompt, COUNT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_after_a_pass_costs_nothing_but_the_pass(monkeypatch, kind):
+    model = tiny("llama")
+    prompts = prompts_of("llama", (9, 14))
+    engine = Engine(model, 300, kind, max_write=2, step_tokens=8, max_active=4)
+    parent = engine.open()
+    parent.submit(prompts[1], max_tokens=0)
+    requests = [engine.submit(prompt, max_tokens=COUNT) for prompt in prompts]
+    child = engine.submit(prompts[0], max_tokens=COUNT, parent=parent)
+    run_rows, passes = Passes.run, iter(range(10**6))
+
+    def interrupted(self, rows, with_logits):
+        results = run_rows(self, rows, with_logits)
+        if next(passes) % 3 == 1:
+            raise KeyboardInterrupt
+        return results
+
+    monkeypatch.setattr(Passes, "run", interrupted)
+    interrupts = 0
+    while not engine.is_idle:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts > 5
+    monkeypatch.undo()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.tokens == alone(model, prompt, COUNT)
+    assert child.tokens == alone(model, [*prompts[1], *prompts[0]], COUNT)
+
+
+def test_without_isolation_the_others_would_fail(monkeypatch):
+    """What the tests above would show if a failed row were just dropped from its pass."""
+    monkeypatch.setattr(Passes, "run", Passes._attempt)
+    model = poisoned("llama", float("nan"))
+    prompts = clean(prompts_of("llama", (9, 12)))
+    failed = {}
+    for kind in KINDS:
+        engine = Engine(model, 300, kind)
+        engine.submit([*prompts[0][:4], POISON, *prompts[0][4:]], max_tokens=COUNT)
+        request = engine.submit(prompts[1], max_tokens=COUNT)
+        run(engine)
+        failed[kind] = request.error is not None
+    assert failed == {"cell": True, "batched": False}
