@@ -10,7 +10,7 @@ from mlx_kvcache import models
 from mlx_kvcache.commands.batch_input import Prompt
 from mlx_kvcache.commands.context import position_limit
 from mlx_kvcache.commands.options import RunOptions
-from mlx_kvcache.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_MAX_WRITE, MAX_CAPACITY
+from mlx_kvcache.config import DEFAULT_MAX_WRITE, MAX_CAPACITY
 from mlx_kvcache.engine import Engine, Request, Session
 from mlx_kvcache.errors import CapacityError, ConfigError
 from mlx_kvcache.generation import Sampling, prompt_tokens
@@ -98,7 +98,6 @@ def prepare(prompts: Sequence[Prompt], options: RunOptions, choice: BatchChoice)
         step_tokens=choice.step_tokens,
         max_context=min(limit, capacity),
         kv_dtype=options.kv_dtype,
-        initial_capacity=DEFAULT_INITIAL_CAPACITY,
         max_write=options.max_write or DEFAULT_MAX_WRITE,
         windows=options.windows,
     )

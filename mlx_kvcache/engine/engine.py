@@ -41,6 +41,8 @@ from mlx_kvcache.factory import CELL
 from mlx_kvcache.generation import Sampling, default_prefill_step
 
 GREEDY = Sampling()
+#: Rows that a batched session starts with, unless they are given.
+BATCHED_ROWS = 64
 
 
 class Engine(SessionStore):
@@ -70,7 +72,7 @@ class Engine(SessionStore):
         step_tokens: int | None = None,
         max_context: int | None = None,
         kv_dtype: str | None = None,
-        initial_capacity: int = DEFAULT_INITIAL_CAPACITY,
+        initial_capacity: int | None = None,
         max_write: int = DEFAULT_MAX_WRITE,
         windows: Sequence[int] | None = None,
     ) -> None:
@@ -78,6 +80,9 @@ class Engine(SessionStore):
             step_tokens = max(default_prefill_step(), max_active)
         self._scheduler = Scheduler(step_tokens, max_active)
         self._model = FlatModel(model, windows)
+        if initial_capacity is None:
+            # Every batched session starts with so many rows of its own.
+            initial_capacity = DEFAULT_INITIAL_CAPACITY if kind == CELL else BATCHED_ROWS
         config = CacheConfig(capacity, kv_dtype, initial_capacity, max_write)
         self.cache = make_cache(self._model, config, kind, max_context)
         self._passes = Passes(self._model, self.cache)
