@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from mlx_kvcache.commands.batch import batch
 from mlx_kvcache.commands.chat import chat
 from mlx_kvcache.commands.console import (
     BROKEN_PIPE,
@@ -83,6 +84,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(batch)
 app.command()(inspect)
 app.command()(op)
 

@@ -71,6 +71,10 @@ class ModelFormatError(KVCacheError, ValueError):
     """A model file that is damaged or not of the expected form."""
 
 
+class NonFiniteError(KVCacheError, ArithmeticError):
+    """A model whose values or logits for one request are not finite numbers."""
+
+
 class UnsupportedModelError(KVCacheError, ValueError):
     """A model whose architecture this package (or mlx-lm) cannot run."""
 

@@ -1,0 +1,200 @@
+"""Sessions, requests, and what happens to them."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_kvcache.config import MAX_CAPACITY
+from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.generation import Sampling
+
+if TYPE_CHECKING:
+    from mlx_kvcache.engine.engine import Engine
+
+#: Takes log-probabilities [1, vocabulary] and answers a token [1], as mlx-lm's samplers do.
+Sampler = Callable[[mx.array], mx.array]
+
+STOP = "stop"
+LENGTH = "length"
+CANCELLED = "cancelled"
+FAILED = "failed"
+
+_MAX_SEED = 2**64 - 1
+
+
+class Event(NamedTuple):
+    """What a step did for a request: the token it produced, and how it ended, if it did.
+
+    finish_reason: "stop" (a stop id, which is `token`), "length", "cancelled" or "failed"; a
+    request of `max_tokens` 0 ends with "length" once its prompt is read.
+    """
+
+    request: Request
+    token: int | None
+    finish_reason: str | None
+
+
+class RandomState:
+    """A random state of its own for one request, in terms of MLX's, which is one for a thread.
+
+    MLX's state can be set by a seed only, and the state is the seed in two words.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    @classmethod
+    def of(cls, seed: int | None) -> RandomState:
+        """The state that `mx.random.seed(seed)` gives; any state for None."""
+        return cls(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Draw from this state, and put the thread's own back."""
+        outer = _current_seed()
+        mx.random.seed(self._seed)
+        try:
+            yield
+            self._seed = _current_seed()
+        finally:
+            mx.random.seed(outer)
+
+
+def _current_seed() -> int:
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
+    return int(high) << 32 | int(low)
+
+
+@dataclass(eq=False)
+class Session:
+    """A conversation: the tokens so far. The engine makes them.
+
+    sequence: the id in the cache, None once it is closed. tokens: everything that was given and
+    produced. The newest ones may not have been fed yet: that of an answer's end is fed before
+    the next prompt.
+    """
+
+    engine: Engine
+    sequence: int | None
+    tokens: list[int] = field(default_factory=list)
+    request: Request | None = None
+
+    @property
+    def position(self) -> int:
+        """Tokens that the cache holds. Raises `SessionError` for a closed session."""
+        return self.engine.position(self)
+
+    def submit(self, prompt: Sequence[int], **choices: Any) -> Request:
+        """Continue this conversation; see `Engine.submit`."""
+        return self.engine.submit(prompt, session=self, **choices)
+
+    def fork(self, up_to: int | None = None) -> Session:
+        """Another conversation with the same beginning; see `Engine.fork`."""
+        return self.engine.fork(self, up_to)
+
+    def close(self) -> None:
+        """Forget the conversation; see `Engine.close`."""
+        self.engine.close(self)
+
+
+@dataclass(eq=False)
+class Request:
+    """One answer, as far as it is.
+
+    owns_session: whether its session ends with it. tokens: those produced, a stop id included.
+    finish_reason: see `Event`; None until it ends.
+    error: what failed it. Times are of `time.perf_counter`.
+    """
+
+    engine: Engine
+    number: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop: frozenset[int]
+    sampling: Sampling
+    sampler: Sampler
+    random: RandomState | None
+    session: Session | None
+    parent: Session | None
+    owns_session: bool
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: Exception | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """Time from submission to start."""
+        return None if self.started is None else self.started - self.submitted
+
+    def cancel(self) -> None:
+        """End the request at the next step; what it has produced stands. For any thread."""
+        self.engine.cancel(self)
+
+    def stream(self) -> Iterator[int]:
+        """The tokens as they are produced; runs the engine, and so all other requests too.
+
+        Raises what failed the request.
+        """
+        shown = 0
+        while True:
+            while shown < len(self.tokens):
+                yield self.tokens[shown]
+                shown += 1
+            if self.finish_reason is not None:
+                break
+            self.engine.step()
+        if self.error is not None:
+            raise self.error
+
+
+def check_prompt(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
+    """The token ids of a prompt. Raises `ConfigError`."""
+    tokens = tuple(prompt)
+    for index, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise ConfigError(
+                f"token {index} of the prompt is {token!r}; the model's token ids are integers "
+                f"from 0 to {vocabulary - 1}"
+            )
+    return tokens
+
+
+def check_max_tokens(max_tokens: object) -> None:
+    """Raise `ConfigError` unless this is a number of tokens."""
+    is_integer = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+    if not is_integer or not 0 <= max_tokens <= MAX_CAPACITY:  # type: ignore[operator]
+        raise ConfigError(f"max_tokens must be an integer >= 0, got {max_tokens!r}")
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise `ConfigError` for a temperature, probability or seed that cannot be."""
+    temp, top_p, seed = sampling.temp, sampling.top_p, sampling.seed
+    if not (math.isfinite(temp) and temp >= 0):
+        raise ConfigError(f"temp must be 0 (greedy) or a positive number, got {temp!r}")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top_p must be above 0 and at most 1, got {top_p!r}")
+    if seed is not None and (
+        isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MAX_SEED
+    ):
+        raise ConfigError(f"seed must be an integer from 0 to {_MAX_SEED}, got {seed!r}")
+
+
+def check_stop(stop: Sequence[int]) -> frozenset[int]:
+    """The stop ids as a set. Raises `ConfigError`."""
+    for token in stop:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ConfigError(f"stop ids must be integers, got {token!r}")
+    return frozenset(stop)
