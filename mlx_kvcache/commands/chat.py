@@ -32,8 +32,8 @@ from mlx_kvcache.config import DEFAULT_INITIAL_CAPACITY
 from mlx_kvcache.errors import KVCacheError
 
 if TYPE_CHECKING:
+    from mlx_kvcache.chat.conversation import Conversation, Turn
     from mlx_kvcache.commands.chat_commands import Room
-    from mlx_kvcache.conversation import Conversation, Turn
 
 DEFAULT_MAX_TOKENS = 512
 
@@ -114,8 +114,8 @@ def chat(
 def _begin(options: RunOptions) -> Conversation:
     import mlx.core as mx
 
+    from mlx_kvcache.chat.conversation import ChatOptions, Conversation
     from mlx_kvcache.commands.loading import load_model
-    from mlx_kvcache.conversation import ChatOptions, Conversation
     from mlx_kvcache.generation import Sampling, chosen_cache
 
     model, tokenizer, choice = load_model(options)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_kvcache.chat.conversation import Conversation
 from mlx_kvcache.commands.figures import size_text
 from mlx_kvcache.commands.generate_report import cache_line, memory_line
 from mlx_kvcache.commands.transcript import save_transcript
-from mlx_kvcache.conversation import Conversation
 from mlx_kvcache.errors import ConfigError
 
 MAIN = "main"

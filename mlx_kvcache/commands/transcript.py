@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_kvcache.conversation import Conversation
+from mlx_kvcache.chat.conversation import Conversation
 from mlx_kvcache.errors import ConfigError
 
 

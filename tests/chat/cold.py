@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_kvcache.conversation import Conversation
+from mlx_kvcache.chat.conversation import Conversation
 
 TOLERANCE = 1e-4
 #: How much a changed token must move the logits for the comparison to mean anything.

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, processors
 from typer.testing import CliRunner
 
 from mlx_kvcache import make_prompt_cache
+from mlx_kvcache.chat.conversation import ChatOptions, Conversation
 from mlx_kvcache.cli import app
-from mlx_kvcache.conversation import ChatOptions, Conversation
 from mlx_kvcache.models import load
 from tests.cli.tiny import write_model
 

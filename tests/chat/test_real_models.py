@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mlx_kvcache import make_prompt_cache
-from mlx_kvcache.conversation import ChatOptions, Conversation
+from mlx_kvcache.chat.conversation import ChatOptions, Conversation
 from mlx_kvcache.models import load, resolve
 
 from .cold import check_answer, cold_logits, distance, greedy, say, warm_logits

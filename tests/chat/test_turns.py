@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_kvcache import make_prompt_cache
-from mlx_kvcache.chat_script import TemplateScript
-from mlx_kvcache.conversation import ChatOptions, Conversation, common_prefix, spans
+from mlx_kvcache.chat.conversation import ChatOptions, Conversation, common_prefix, spans
+from mlx_kvcache.chat.script import TemplateScript
 from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.generation import Sampling
 from mlx_kvcache.registry import REGISTRY

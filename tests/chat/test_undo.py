@@ -218,7 +218,7 @@ def test_recurrent_layers_go_back_to_turn_starts_only(begin):
 
 
 def test_recurrent_states_of_old_turns_are_let_go(begin, monkeypatch):
-    monkeypatch.setattr("mlx_kvcache.recurrent_states.MAX_KEPT", 2)
+    monkeypatch.setattr("mlx_kvcache.chat.recurrent_states.MAX_KEPT", 2)
     conversation = begin("qwen3_next")
     for number in range(5):
         say(conversation, words(10 + number))
