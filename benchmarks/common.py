@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import psutil
 
 import mlx_kvcache
 
@@ -31,7 +32,7 @@ class Machine:
 
     cpu: str
     cores: int
-    memory_bytes: int | None
+    memory_bytes: int
     system: str
     device: str
     metal: bool
@@ -49,7 +50,7 @@ class Machine:
         return cls(
             cpu=_cpu_model(),
             cores=os.cpu_count() or 1,
-            memory_bytes=_memory_bytes(),
+            memory_bytes=psutil.virtual_memory().total,
             system=platform.platform(),
             device=_device_name(),
             metal=runs_on_metal(),
@@ -104,12 +105,6 @@ def _cpu_model() -> str:
                 return line.partition(":")[2].strip()
     name = mx.device_info(mx.default_device()).get("device_name")
     return str(name or platform.processor() or platform.machine())
-
-
-def _memory_bytes() -> int | None:
-    if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys():
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True)
