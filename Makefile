@@ -47,8 +47,14 @@ format: $(STAMP) ## Let ruff rewrite what it can
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-wheel: $(STAMP) ## Build the wheel and the source archive into dist/
-	@$(BIN)/python -m build
+wheel: $(STAMP) ## Build the wheel, and see that it works in an empty environment
+	@rm -rf dist build/wheel
+	@$(BIN)/python -m build --outdir dist .
+	@$(PYTHON) -m venv build/wheel
+	@build/wheel/bin/python -m pip install -q dist/*.whl
+	@cd / && $(CURDIR)/build/wheel/bin/python -c "from mlx_kvcache import metal_kernels as m; \
+	    print('Metal sources in the wheel:', [k.file for k in m.KERNELS if m.read_source(k.file)])"
+	@cd / && $(CURDIR)/build/wheel/bin/mlx-kvcache --version
 
 clean: ## Remove what the targets made
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

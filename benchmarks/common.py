@@ -71,7 +71,7 @@ class Machine:
     @property
     def line(self) -> str:
         """The machine, the device and the versions, in one line."""
-        memory = "" if self.memory_bytes is None else f", {self.memory_bytes / 2**30:.0f} GiB"
+        memory = f", {self.memory_bytes / 2**30:.0f} GiB"
         preload = f", preloaded {Path(self.preload).name}" if self.preload else ""
         load = "" if self.load is None else f", load {self.load:.2f}"
         return (
