@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 import pytest
 
@@ -55,6 +57,7 @@ def test_a_fork_takes_no_memory_until_it_is_written(begin):
     say(trunk, words(*range(20, 40)))
     pools = trunk.cached.sequence.nbytes
     mx.synchronize()
+    gc.collect()
     before = mx.get_active_memory()
     forks = [trunk.fork() for _ in range(8)]
     mx.eval([each.cached.sequence.state for each in forks])
