@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself; the second run finds it ready.
-IS_USABLE = $(shell $(1) -c "import sys; sys.version_info >= (3, 10) and print(1)" 2>/dev/null)
-CANDIDATES := python3 python3.13 python3.12 python3.11 python3.10
+IS_USABLE = $(shell $(1) -c "import sys; sys.version_info >= (3, 11) and print(1)" 2>/dev/null)
+CANDIDATES := python3 python3.13 python3.12 python3.11
 PYTHON ?= $(firstword $(foreach python,$(CANDIDATES),$(if $(call IS_USABLE,$(python)),$(python))))
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 $(STAMP): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed; set PYTHON=/path/to/python3"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3"; exit 1; }
 	@echo "Setting up $(VENV) (once) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --upgrade pip
