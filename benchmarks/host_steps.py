@@ -11,7 +11,7 @@ import mlx.core as mx
 from common import NAMES, Spread, alternate, paired
 from contenders import Shape, allocated_rows, evaluate, fill, our_cache, their_layers
 
-from mlx_kvcache.config import DEFAULT_MAX_WRITE
+from mlx_kvcache.facts.config import DEFAULT_MAX_WRITE
 
 #: Steps beyond one turn of the ring that still count as "just wrapped".
 _MARGIN = 25

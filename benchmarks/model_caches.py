@@ -11,8 +11,8 @@ from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCa
 from mlx_lm.models.cache import make_prompt_cache as make_their_cache
 
 import mlx_kvcache
-from mlx_kvcache.config import DEFAULT_INITIAL_CAPACITY
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY
 from mlx_kvcache.integrations.mlx_lm import PromptCache
 from mlx_kvcache.integrations.tracing import is_kv_cache, leaves
 

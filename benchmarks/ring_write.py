@@ -2,7 +2,7 @@
 
     python benchmarks/ring_write.py [--heads 8] [--dim 128] [--dtype bfloat16] [--json FILE]
 
-For each ring size R and step size T it times both paths of `mlx_kvcache.kernels.ring_write`, from
+For each ring size R and step size T it times both paths of `ring_write` (store/kernels.py), from
 a slot such that the step wraps (one row cannot). It says from which T on the kernel is faster, and
 from which T on the rule by bytes (`kernel_choice`) would take it. GB/s count the bytes that a path
 has to read and to write. Without a Metal GPU only the MLX ops are timed, on the CPU, and the output
@@ -23,7 +23,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_kvcache import kernel_choice, kernel_ops, kernels, metal_kernels
+from mlx_kvcache.store import choice as kernel_choice
+from mlx_kvcache.store import kernels
+from mlx_kvcache.store import metal as metal_kernels
+from mlx_kvcache.store import ops as kernel_ops
 
 Write = Callable[[mx.array, mx.array, int], mx.array]
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

@@ -14,8 +14,8 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_kvcache import CacheConfig, CacheGeometry, LayerGeometry, LayerPolicy
-from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
-from mlx_kvcache.cell_cache import MLXCellCache
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.engine import Engine
 
 

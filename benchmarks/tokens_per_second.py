@@ -20,8 +20,8 @@ from report import Report, mebibytes, require_directory
 from rich.console import Console
 from rich.progress import track
 
-from mlx_kvcache.config import DEFAULT_INITIAL_CAPACITY
 from mlx_kvcache.errors import KVCacheError
+from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY
 
 _EXAMPLES = """
 Examples:

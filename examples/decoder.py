@@ -21,9 +21,9 @@ import mlx.core as mx
 from mlx.nn.layers.activations import gelu_approx, silu
 
 from mlx_kvcache import AttentionBackend, CacheConfig, CacheGeometry, CacheSession
-from mlx_kvcache.attention import update_and_attend
-from mlx_kvcache.config import KV_DTYPES
+from mlx_kvcache.control.op import update_and_attend
 from mlx_kvcache.errors import KVCacheError, UnsupportedModelError
+from mlx_kvcache.facts.config import KV_DTYPES
 from mlx_kvcache.models import read_config, resolve
 
 Weights = dict[str, mx.array]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mlx_kvcache.config import CacheConfig, validate
-from mlx_kvcache.faces import (
+from mlx_kvcache.control.factory import FACTORY, CacheFactory
+from mlx_kvcache.control.protocols import (
     AttentionBackend,
     AttentionLayer,
     Cache,
@@ -19,17 +19,17 @@ from mlx_kvcache.faces import (
     SharedControl,
     StepBackend,
 )
-from mlx_kvcache.factory import FACTORY, CacheFactory
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
-from mlx_kvcache.metadata import read_metadata, write_metadata
-from mlx_kvcache.registry import REGISTRY, CacheRegistry, CacheSession, current_cache
+from mlx_kvcache.control.registry import REGISTRY, CacheRegistry, CacheSession, current_cache
+from mlx_kvcache.facts.config import CacheConfig, validate
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
+from mlx_kvcache.facts.metadata import read_metadata, write_metadata
 
 if TYPE_CHECKING:
-    from mlx_kvcache.attention import AttendSpec, attend, update_and_attend
-    from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
-    from mlx_kvcache.cell_cache import MLXCellCache
+    from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+    from mlx_kvcache.cache.cells import MLXCellCache
+    from mlx_kvcache.cache.sequence import MLXSequenceCache
+    from mlx_kvcache.control.op import AttendSpec, attend, update_and_attend
     from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
-    from mlx_kvcache.sequence_cache import MLXSequenceCache
 
 __version__ = "0.1.0"
 
@@ -66,12 +66,12 @@ __all__ = [
 ]
 
 _NEEDS_MLX = {
-    "AttendSpec": "mlx_kvcache.attention",
-    "attend": "mlx_kvcache.attention",
-    "update_and_attend": "mlx_kvcache.attention",
-    "MLXBatchedSequenceCache": "mlx_kvcache.batched_cache",
-    "MLXCellCache": "mlx_kvcache.cell_cache",
-    "MLXSequenceCache": "mlx_kvcache.sequence_cache",
+    "AttendSpec": "mlx_kvcache.control.op",
+    "attend": "mlx_kvcache.control.op",
+    "update_and_attend": "mlx_kvcache.control.op",
+    "MLXBatchedSequenceCache": "mlx_kvcache.cache.batched",
+    "MLXCellCache": "mlx_kvcache.cache.cells",
+    "MLXSequenceCache": "mlx_kvcache.cache.sequence",
     "make_prompt_cache": "mlx_kvcache.integrations.mlx_lm",
 }
 

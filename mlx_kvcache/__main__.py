@@ -1,6 +1,6 @@
 """`python -m mlx_kvcache` is the command line `mlx-kvcache`."""
 
-from mlx_kvcache.cli import main
+from mlx_kvcache.commands.app import main
 
 if __name__ == "__main__":
     main()

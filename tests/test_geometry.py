@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from mlx_kvcache.errors import GeometryError, KVCacheError, UnknownLayerTypeError
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
 
 FLAT = LayerGeometry(LayerPolicy.flat(), kv_heads=2, key_dim=8, value_dim=8)
 RING = LayerGeometry(LayerPolicy.ring(16), kv_heads=2, key_dim=8, value_dim=8)
@@ -109,8 +109,9 @@ def test_a_geometry_cannot_be_changed() -> None:
 
 CLEAN_IMPORT = """
 import sys
-import mlx_kvcache.geometry, mlx_kvcache.config, mlx_kvcache.hf.config, mlx_kvcache.layout
-from mlx_kvcache.geometry import CacheGeometry
+import mlx_kvcache.facts.geometry, mlx_kvcache.facts.config
+import mlx_kvcache.facts.hf.config, mlx_kvcache.layout
+from mlx_kvcache.facts.geometry import CacheGeometry
 CacheGeometry.from_hf({"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2})
 heavy = {"mlx", "numpy", "mlx_lm", "transformers"} & {name.split(".")[0] for name in sys.modules}
 print(sorted(heavy))

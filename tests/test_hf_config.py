@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_kvcache.errors import GeometryError, ModelNotFoundError, UnknownLayerTypeError
-from mlx_kvcache.geometry import CacheGeometry, ModelLayer
+from mlx_kvcache.facts.geometry import CacheGeometry, ModelLayer
 
 Config = dict[str, Any]
 

@@ -10,9 +10,9 @@ import copy
 from collections.abc import Collection
 from typing import Any
 
+from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.integrations.mlx_lm import PromptCache
 from mlx_kvcache.integrations.tracing import leaves
-from mlx_kvcache.sequence_layer import SequenceLayer
 
 #: How many of the positions that `keep` names stay recorded; each costs one state of the model.
 MAX_KEPT = 16

@@ -9,11 +9,11 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.chat.recurrent_states import RecurrentStates
+from mlx_kvcache.control.registry import CacheSession
 from mlx_kvcache.errors import RewindError
 from mlx_kvcache.integrations.mlx_lm import PromptCache
-from mlx_kvcache.registry import CacheSession
-from mlx_kvcache.sequence_cache import MLXSequenceCache
 
 Sampler = Callable[[mx.array], mx.array]
 

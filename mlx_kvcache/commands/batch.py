@@ -164,9 +164,9 @@ def _run(
     share_prefix: bool,
     output: Path | None,
 ) -> None:
+    from mlx_kvcache.chat.generation import default_prefill_step
     from mlx_kvcache.commands.batch_output import InOrder, progress_bar, report_lines, write_file
     from mlx_kvcache.commands.batch_run import BatchChoice, prepare
-    from mlx_kvcache.generation import default_prefill_step
 
     step_tokens = options.prefill_step or max(default_prefill_step(), sessions)
     batch = prepare(prompts, options, BatchChoice(sessions, kind, step_tokens, share_prefix))

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_kvcache import models
+from mlx_kvcache.chat.generation import Sampling, prompt_tokens
 from mlx_kvcache.commands.batch_input import Prompt
 from mlx_kvcache.commands.context import position_limit
 from mlx_kvcache.commands.options import RunOptions
-from mlx_kvcache.config import DEFAULT_MAX_WRITE, MAX_CAPACITY
 from mlx_kvcache.engine import Engine, Request, Session
 from mlx_kvcache.errors import CapacityError, ConfigError
-from mlx_kvcache.generation import Sampling, prompt_tokens
+from mlx_kvcache.facts.config import DEFAULT_MAX_WRITE, MAX_CAPACITY
 
 
 @dataclass(frozen=True)

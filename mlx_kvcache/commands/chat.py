@@ -28,8 +28,8 @@ from mlx_kvcache.commands.flags import (
     Windows,
 )
 from mlx_kvcache.commands.options import RunOptions, parse_windows
-from mlx_kvcache.config import DEFAULT_INITIAL_CAPACITY
 from mlx_kvcache.errors import KVCacheError
+from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY
 
 if TYPE_CHECKING:
     from mlx_kvcache.chat.conversation import Conversation, Turn
@@ -115,8 +115,8 @@ def _begin(options: RunOptions) -> Conversation:
     import mlx.core as mx
 
     from mlx_kvcache.chat.conversation import ChatOptions, Conversation
+    from mlx_kvcache.chat.generation import Sampling, chosen_cache
     from mlx_kvcache.commands.loading import load_model
-    from mlx_kvcache.generation import Sampling, chosen_cache
 
     model, tokenizer, choice = load_model(options)
     if options.seed is not None:

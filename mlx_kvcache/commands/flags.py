@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_kvcache.config import DEFAULT_MAX_WRITE
+from mlx_kvcache.facts.config import DEFAULT_MAX_WRITE
 
 DEFAULT_MODEL = "smollm2"
 _DTYPES = "float32, float16 or bfloat16"

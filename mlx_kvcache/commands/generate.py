@@ -23,10 +23,10 @@ from mlx_kvcache.commands.flags import (
     Windows,
 )
 from mlx_kvcache.commands.options import RunOptions, parse_windows, read_prompt
-from mlx_kvcache.config import DEFAULT_INITIAL_CAPACITY
+from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY
 
 if TYPE_CHECKING:
-    from mlx_kvcache.generation import Generation
+    from mlx_kvcache.chat.generation import Generation
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -110,7 +110,7 @@ def generate(
 
 def _prepare(options: RunOptions, prompt: str) -> Generation:
     """Load the model, and refuse what cannot fit before anything is computed."""
-    from mlx_kvcache import generation
+    from mlx_kvcache.chat import generation
     from mlx_kvcache.commands.loading import load_model
 
     model, tokenizer, choice = load_model(options)

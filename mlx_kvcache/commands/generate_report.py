@@ -10,14 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_kvcache.cache.sequence import MLXSequenceCache
+from mlx_kvcache.chat.generation import Generation
 from mlx_kvcache.commands.figures import rate_text, size_text
 from mlx_kvcache.commands.options import RunOptions
 from mlx_kvcache.commands.versions import versions
-from mlx_kvcache.config import MAX_CAPACITY
-from mlx_kvcache.generation import Generation
-from mlx_kvcache.geometry import CacheGeometry
-from mlx_kvcache.layer_kinds import summary
-from mlx_kvcache.sequence_cache import MLXSequenceCache
+from mlx_kvcache.facts.config import MAX_CAPACITY
+from mlx_kvcache.facts.geometry import CacheGeometry
+from mlx_kvcache.facts.layer_kinds import summary
 
 
 def peak_process_bytes() -> int:

@@ -14,8 +14,8 @@ from mlx_kvcache.commands.console import write_json
 from mlx_kvcache.commands.context import position_limit
 from mlx_kvcache.commands.inspect_report import inspect_facts, print_inspection
 from mlx_kvcache.commands.inspection import Inspection, inspection
-from mlx_kvcache.config import MAX_CAPACITY
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.config import MAX_CAPACITY
 
 #: The context of a model whose config names none.
 FALLBACK_CONTEXT = 32768
@@ -78,7 +78,7 @@ def read_model_config(model_or_config: str) -> Mapping[str, Any]:
     """
     path = Path(model_or_config).expanduser()
     if path.suffix == ".json" and path.is_file():
-        from mlx_kvcache.hf.config import read_config
+        from mlx_kvcache.facts.hf.config import read_config
 
         return read_config(path)
     from mlx_kvcache import models

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from mlx_kvcache.commands.figures import ranges_text, size_text
 from mlx_kvcache.commands.inspection import Inspection
-from mlx_kvcache.config import MAX_CAPACITY
-from mlx_kvcache.footprint import MLX_LM_PREFILL_STEP, Extent, bytes_per_token
-from mlx_kvcache.layer_kinds import LayerGroup, LayerKind, summary
+from mlx_kvcache.facts.config import MAX_CAPACITY
+from mlx_kvcache.facts.layer_kinds import LayerGroup, LayerKind, summary
+from mlx_kvcache.layout.footprint import MLX_LM_PREFILL_STEP, Extent, bytes_per_token
 
 _BAR_WIDTH = 36
 _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")

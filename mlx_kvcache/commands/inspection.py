@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_kvcache.config import CacheConfig
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.footprint import (
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry
+from mlx_kvcache.facts.layer_kinds import LayerGroup, layer_groups
+from mlx_kvcache.layout.footprint import (
     ITEM_SIZES,
     Extent,
     Footprint,
@@ -20,8 +22,6 @@ from mlx_kvcache.footprint import (
     rotating_prefill_rows,
     sequence_footprint,
 )
-from mlx_kvcache.geometry import CacheGeometry
-from mlx_kvcache.layer_kinds import LayerGroup, layer_groups
 
 #: Families whose windows mlx-lm keeps in chunked caches, not in rotating ones.
 _CHUNKED_FAMILIES = ("llama4",)

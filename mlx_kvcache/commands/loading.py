@@ -8,9 +8,9 @@ from typing import Any
 from mlx.nn.layers.base import Module
 
 from mlx_kvcache import models
+from mlx_kvcache.chat.generation import CacheChoice
 from mlx_kvcache.commands.context import position_limit
 from mlx_kvcache.commands.options import RunOptions
-from mlx_kvcache.generation import CacheChoice
 
 
 def load_model(options: RunOptions) -> tuple[Module, Any, CacheChoice]:

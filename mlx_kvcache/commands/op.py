@@ -17,7 +17,7 @@ from mlx_kvcache.commands.op_options import (
     parse_steps,
 )
 from mlx_kvcache.commands.options import parse_windows
-from mlx_kvcache.config import DEFAULT_MAX_WRITE
+from mlx_kvcache.facts.config import DEFAULT_MAX_WRITE
 
 if TYPE_CHECKING:
     from mlx_kvcache.commands.op_request import OpRequest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_kvcache.config import KV_DTYPES, MAX_CAPACITY
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.config import KV_DTYPES, MAX_CAPACITY
 
 KV_CACHE_FORM = "capacity,layers,heads,dim[,dtype]"
 DEFAULT_STEPS = "5,1,1"

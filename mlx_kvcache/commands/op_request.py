@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mlx_kvcache.commands.op_options import Drawing, KVCacheText
-from mlx_kvcache.config import CacheConfig
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 
 Array = np.ndarray[Any, Any]
 

@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_kvcache.attention import update_and_attend
-from mlx_kvcache.attention_oracle import AttentionOracle
 from mlx_kvcache.commands.op_request import Array, OpRequest
-from mlx_kvcache.layer_kinds import summary
-from mlx_kvcache.registry import CacheSession
+from mlx_kvcache.control.attention_oracle import AttentionOracle
+from mlx_kvcache.control.op import update_and_attend
+from mlx_kvcache.control.registry import CacheSession
+from mlx_kvcache.facts.layer_kinds import summary
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import math
 import sys
 from dataclasses import dataclass
 
-from mlx_kvcache.config import KV_DTYPES, MAX_CAPACITY
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.config import KV_DTYPES, MAX_CAPACITY
 
 _MAX_SEED = 2**64 - 1
 

@@ -9,13 +9,9 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlx_kvcache.cell_cache import MLXCellCache
-from mlx_kvcache.config import (
-    DEFAULT_INITIAL_CAPACITY,
-    DEFAULT_MAX_WRITE,
-    CacheConfig,
-)
-from mlx_kvcache.engine.choosing import choose, sampler_of
+from mlx_kvcache.cache.cells import MLXCellCache
+from mlx_kvcache.chat.generation import Sampling, default_prefill_step
+from mlx_kvcache.control.factory import CELL
 from mlx_kvcache.engine.metrics import Metrics
 from mlx_kvcache.engine.passes import Passes, Row
 from mlx_kvcache.engine.requests import (
@@ -33,12 +29,16 @@ from mlx_kvcache.engine.requests import (
     check_sampling,
     check_stop,
 )
-from mlx_kvcache.engine.routing import FlatModel
 from mlx_kvcache.engine.scheduler import Chunk, Scheduler
 from mlx_kvcache.engine.sessions import SessionStore, make_cache
 from mlx_kvcache.errors import CapacityError, ConfigError, KVCacheError, SessionError
-from mlx_kvcache.factory import CELL
-from mlx_kvcache.generation import Sampling, default_prefill_step
+from mlx_kvcache.facts.config import (
+    DEFAULT_INITIAL_CAPACITY,
+    DEFAULT_MAX_WRITE,
+    CacheConfig,
+)
+from mlx_kvcache.integrations.attention import FlatModel
+from mlx_kvcache.integrations.sampling import choose, sampler_of
 
 GREEDY = Sampling()
 #: Rows that a batched session starts with, unless they are given.

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_kvcache.cell_cache import MLXCellCache
-from mlx_kvcache.engine.routing import Cache, FlatModel
+from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import NonFiniteError, RewindError
+from mlx_kvcache.integrations.attention import Cache, FlatModel
 
 
 class Row(NamedTuple):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_kvcache.config import MAX_CAPACITY
+from mlx_kvcache.chat.generation import Sampling
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.generation import Sampling
+from mlx_kvcache.facts.config import MAX_CAPACITY
 
 if TYPE_CHECKING:
     from mlx_kvcache.engine.engine import Engine

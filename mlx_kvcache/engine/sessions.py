@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
-from mlx_kvcache.cell_cache import MLXCellCache
-from mlx_kvcache.config import CacheConfig
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.cache.cells import MLXCellCache
+from mlx_kvcache.control.factory import BATCHED, CELL
 from mlx_kvcache.engine.requests import Session
-from mlx_kvcache.engine.routing import Cache, FlatModel
 from mlx_kvcache.engine.scheduler import Scheduler
 from mlx_kvcache.errors import CapacityError, ConfigError, SessionError
-from mlx_kvcache.factory import BATCHED, CELL
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.integrations.attention import Cache, FlatModel
 
 if TYPE_CHECKING:
     from mlx_kvcache.engine.engine import Engine

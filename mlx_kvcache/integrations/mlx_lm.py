@@ -12,17 +12,17 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlx_kvcache.config import (
+from mlx_kvcache.cache.layer import SequenceLayer
+from mlx_kvcache.cache.sequence import MLXSequenceCache
+from mlx_kvcache.errors import GeometryError
+from mlx_kvcache.facts.config import (
     DEFAULT_INITIAL_CAPACITY,
     DEFAULT_MAX_WRITE,
     MAX_CAPACITY,
     CacheConfig,
 )
-from mlx_kvcache.errors import GeometryError
-from mlx_kvcache.geometry import CacheGeometry
+from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.integrations.tracing import trace_geometry
-from mlx_kvcache.sequence_cache import MLXSequenceCache
-from mlx_kvcache.sequence_layer import SequenceLayer
 
 
 class MLXLMLayer(SequenceLayer):

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_kvcache.errors import GeometryError
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
 
 #: mlx-lm's own classes. A subclass may do anything, so it stays with whoever defined it.
 KV_CACHE_TYPES = (KVCache, RotatingKVCache, ChunkedKVCache)

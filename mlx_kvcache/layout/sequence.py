@@ -11,7 +11,7 @@ from mlx_kvcache.errors import (
     PositionError,
     RewindError,
 )
-from mlx_kvcache.geometry import LayerPolicy
+from mlx_kvcache.facts.geometry import LayerPolicy
 from mlx_kvcache.layout.flat import FlatLayout
 from mlx_kvcache.layout.ring import RingLayout
 from mlx_kvcache.layout.runs import StepPlan

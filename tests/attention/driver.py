@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kvcache import CacheConfig, CacheGeometry, LayerGeometry, LayerPolicy, MLXSequenceCache
-from mlx_kvcache.attention import update_and_attend
+from mlx_kvcache.control.op import update_and_attend
 
 from .oracle import History
 

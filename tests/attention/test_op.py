@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kvcache import attention
-from mlx_kvcache.attention import update_and_attend
+from mlx_kvcache.control import op as attention
+from mlx_kvcache.control.op import update_and_attend
 from mlx_kvcache.errors import RewindError
 
 from .driver import (

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from mlx_kvcache import attention_oracle, masks
-from mlx_kvcache.cli import app
+from mlx_kvcache.cache import masks
+from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.commands import op_run
-from mlx_kvcache.sequence_layer import SequenceLayer
+from mlx_kvcache.commands.app import app
+from mlx_kvcache.control import attention_oracle
 
 
 def run(*arguments: str | Path) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_kvcache import CacheSession, MLXSequenceCache, make_prompt_cache
-from mlx_kvcache.attention import update_and_attend
+from mlx_kvcache.control.op import update_and_attend
 from mlx_kvcache.errors import (
     AttentionError,
     CapacityError,

@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kvcache.attention import AttendSpec, update_and_attend
+from mlx_kvcache.control.op import AttendSpec, update_and_attend
 from mlx_kvcache.errors import CapacityError, PositionError, RewindError
-from mlx_kvcache.geometry import LayerPolicy
+from mlx_kvcache.facts.geometry import LayerPolicy
 from mlx_kvcache.layout import FlatLayout, RingLayout, SequenceLayout
 from mlx_kvcache.layout.runs import Run, wrap
 

@@ -9,7 +9,7 @@ from cells.machine import SharedMachine
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 
 
 class BatchedMachine(SharedMachine):

@@ -7,9 +7,9 @@ import weakref
 
 import mlx.core as mx
 
-from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
-from mlx_kvcache.config import CacheConfig
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 
 HEADS, DIM, LAYERS, ROWS = 2, 64, 4, 2048
 MEGABYTE = 2**20

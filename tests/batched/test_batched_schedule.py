@@ -11,11 +11,11 @@ import pytest
 from cells.driver import Driver
 from cells.schedule import run_schedule
 
-from mlx_kvcache import batched_cache
-from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
+from mlx_kvcache.cache import batched as batched_cache
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.layout.batched import BatchedLayout
 from mlx_kvcache.layout.sequence import SequenceLayout
-from mlx_kvcache.sequence_cache import MLXSequenceCache
 
 WINDOWS = (0, 3, 0, 5)
 

@@ -8,8 +8,7 @@ import mlx.core as mx
 import pytest
 from cells.driver import HEADS, KEY_DIM, SCALE, VALUE_DIM, Driver, geometry_of, observe, raw
 
-from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
-from mlx_kvcache.config import CacheConfig
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.errors import (
     CapacityError,
     ConfigError,
@@ -20,6 +19,7 @@ from mlx_kvcache.errors import (
     UpdateDtypeError,
     UpdateShapeError,
 )
+from mlx_kvcache.facts.config import CacheConfig
 
 BatchedDriver = Driver[MLXBatchedSequenceCache]
 

@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
-from mlx_kvcache.cell_cache import MLXCellCache
-from mlx_kvcache.config import CacheConfig
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.cache.cells import MLXCellCache
+from mlx_kvcache.cache.sequence import MLXSequenceCache
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 from mlx_kvcache.layout.steps import DeclaredStep
-from mlx_kvcache.sequence_cache import MLXSequenceCache
 
 SCALE = 0.21
 GEOMETRY = CacheGeometry(

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-import mlx_kvcache.sequence_cache  # noqa: F401 (loads every module that writes rows)
+import mlx_kvcache.cache.sequence  # noqa: F401 (loads every module that writes rows)
 
 
 def checked(write: Any) -> Any:

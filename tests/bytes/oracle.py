@@ -17,12 +17,12 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 
-from mlx_kvcache.config import CacheConfig
+from mlx_kvcache.cache.masks import Mask
+from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.errors import GeometryError, PositionError, RewindError
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 from mlx_kvcache.integrations.mlx_lm import MLXLMLayer
-from mlx_kvcache.masks import Mask
-from mlx_kvcache.sequence_cache import MLXSequenceCache
 
 FORMS = ("array", "integer")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

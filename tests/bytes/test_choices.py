@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.config import MAX_CAPACITY, CacheConfig, validate
+from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.errors import ConfigError, GeometryError, KVCacheError
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
-from mlx_kvcache.sequence_cache import MLXSequenceCache
+from mlx_kvcache.facts.config import MAX_CAPACITY, CacheConfig, validate
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
 
 from .oracle import simple_geometry
 

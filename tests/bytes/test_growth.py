@@ -7,7 +7,7 @@ import math
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.config import CacheConfig
+from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.layout import grown_rows
 
 from .oracle import FORMS, Session, Shape, make_cache, raw, simple_geometry

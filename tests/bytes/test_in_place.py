@@ -8,8 +8,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.config import CacheConfig
-from mlx_kvcache.sequence_cache import MLXSequenceCache
+from mlx_kvcache.cache.sequence import MLXSequenceCache
+from mlx_kvcache.facts.config import CacheConfig
 
 from .oracle import FORMS, Session, Shape, make_cache, raw, simple_geometry
 

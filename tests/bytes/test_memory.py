@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.config import CacheConfig
-from mlx_kvcache.geometry import CacheGeometry
+from mlx_kvcache.cache.sequence import MLXSequenceCache
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.integrations.mlx_lm import MLXLMLayer
-from mlx_kvcache.sequence_cache import MLXSequenceCache
 
 from .oracle import FORMS, observe, raw, simple_geometry
 

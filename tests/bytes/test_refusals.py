@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.errors import (
     CapacityError,
     KVCacheError,
@@ -22,7 +23,6 @@ from mlx_kvcache.errors import (
     UpdateDtypeError,
     UpdateShapeError,
 )
-from mlx_kvcache.sequence_cache import MLXSequenceCache
 
 from .oracle import Question, Session, Shape, observe
 

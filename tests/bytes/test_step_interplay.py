@@ -10,7 +10,7 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.config import CacheConfig
+from mlx_kvcache.facts.config import CacheConfig
 
 from .oracle import FORMS, Question, Session, Shape, make_cache, numbers, simple_geometry
 

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kvcache.config import CacheConfig
-from mlx_kvcache.geometry import CacheGeometry
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry
 
 from .oracle import DTYPES, FORMS, make_cache, numbers, raw, rounded, simple_geometry
 

@@ -9,10 +9,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache import masks, policy_step, pool
+from mlx_kvcache.cache import masks
+from mlx_kvcache.cache import step as policy_step
+from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.layout import RingLayout, Run
 from mlx_kvcache.layout import ring as ring_module
-from mlx_kvcache.sequence_layer import SequenceLayer
+from mlx_kvcache.store import rows as pool
 
 from .oracle import Question, Session, Shape
 

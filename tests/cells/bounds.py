@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import mlx_kvcache.batched_cache
-import mlx_kvcache.cell_cache  # noqa: F401 (both load every module that writes rows)
+import mlx_kvcache.cache.batched
+import mlx_kvcache.cache.cells  # noqa: F401 (both load every module that writes rows)
 
 
 @contextmanager

@@ -16,13 +16,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
-from mlx_kvcache.cell_cache import MLXCellCache
-from mlx_kvcache.config import CacheConfig
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.cache.cells import MLXCellCache
+from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.errors import KVCacheError
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 from mlx_kvcache.layout.steps import DeclaredStep
-from mlx_kvcache.masks import Mask
 
 HEADS, GROUPS, KEY_DIM, VALUE_DIM = 2, 2, 4, 3
 SCALE = 0.37
@@ -294,7 +294,9 @@ class Driver(Generic[CacheType]):
 @contextmanager
 def recorded() -> Any:
     """Record every call of attention in both caches."""
-    from mlx_kvcache import batched_cache, cell_cache, shared_cache
+    from mlx_kvcache.cache import batched as batched_cache
+    from mlx_kvcache.cache import cells as cell_cache
+    from mlx_kvcache.cache import shared as shared_cache
 
     calls: list[Call] = []
     attend_rows = shared_cache.attend_rows

@@ -10,8 +10,8 @@ import mlx.core as mx
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_kvcache.batched_cache import MLXBatchedSequenceCache
-from mlx_kvcache.cell_cache import MLXCellCache
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import (
     AttentionError,
     CapacityError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_kvcache.cell_cache import MLXCellCache
+from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import CapacityError, RewindError
 
 from .driver import Driver

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from hypothesis import settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 
-from mlx_kvcache.cell_cache import MLXCellCache
+from mlx_kvcache.cache.cells import MLXCellCache
 
 from .machine import SharedMachine
 

@@ -9,9 +9,9 @@ import weakref
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.cell_cache import MLXCellCache
-from mlx_kvcache.config import CacheConfig
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.cache.cells import MLXCellCache
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 
 from .driver import raw
 

@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kvcache.cell_cache import MLXCellCache
-from mlx_kvcache.config import CacheConfig
+from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import AttentionError, CapacityError, ConfigError, StepError
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 
 from .driver import HEADS, KEY_DIM, SCALE, VALUE_DIM, Driver, geometry_of, numbers, raw
 

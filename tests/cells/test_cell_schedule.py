@@ -11,13 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kvcache import cell_cache, cell_view
-from mlx_kvcache.cell_cache import MLXCellCache
-from mlx_kvcache.cell_pool import CellPool
-from mlx_kvcache.cell_view import CellViews
+from mlx_kvcache.cache import cell_view
+from mlx_kvcache.cache import cells as cell_cache
+from mlx_kvcache.cache.cell_view import CellViews
+from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.layout import cells
 from mlx_kvcache.layout.cells import CellLayout
 from mlx_kvcache.layout.runs import Run
+from mlx_kvcache.store.cell_rows import CellPool
 
 from .driver import Driver
 from .schedule import run_schedule

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mlx_kvcache import make_prompt_cache
 from mlx_kvcache.chat.conversation import ChatOptions, Conversation
-from mlx_kvcache.cli import app
+from mlx_kvcache.commands.app import app
 from mlx_kvcache.models import load
 from tests.cli.tiny import write_model
 

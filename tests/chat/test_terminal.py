@@ -157,7 +157,10 @@ def test_ctrl_c_on_a_terminal(terminal):
 
 
 def test_without_readline_it_works_too(terminal, tmp_path):
-    code = "import sys\nsys.modules['readline'] = None\nfrom mlx_kvcache.cli import main\nmain()\n"
+    code = (
+        "import sys\nsys.modules['readline'] = None\n"
+        "from mlx_kvcache.commands.app import main\nmain()\n"
+    )
     chat = terminal(code=code)
     chat.wait_for("main> ")
     chat.type(words(5) + "\n")

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_kvcache import make_prompt_cache
 from mlx_kvcache.chat.conversation import ChatOptions, Conversation, common_prefix, spans
+from mlx_kvcache.chat.generation import Sampling
 from mlx_kvcache.chat.script import TemplateScript
+from mlx_kvcache.control.registry import REGISTRY
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.generation import Sampling
-from mlx_kvcache.registry import REGISTRY
 from tests.cli.tiny import words
 
 from .cold import check_answer, check_cache, greedy, say

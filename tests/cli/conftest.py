@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mlx_kvcache.cli import app
+from mlx_kvcache.commands.app import app
 
 from .tiny import write_model
 

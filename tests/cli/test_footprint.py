@@ -7,8 +7,9 @@ import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlx_kvcache import CacheConfig, CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.errors import CapacityError, ConfigError
-from mlx_kvcache.footprint import (
+from mlx_kvcache.layout.footprint import (
     Extent,
     footprint,
     item_size,
@@ -17,7 +18,6 @@ from mlx_kvcache.footprint import (
     rotating_prefill_rows,
     sequence_footprint,
 )
-from mlx_kvcache.sequence_cache import MLXSequenceCache
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6
 ROW_NUMBERS = HEADS * (KEY_DIM + VALUE_DIM)

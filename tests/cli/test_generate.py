@@ -12,7 +12,7 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_kvcache.generation import Generation
+from mlx_kvcache.chat.generation import Generation
 from mlx_kvcache.models import load, resolve
 
 from .tiny import words, write_model

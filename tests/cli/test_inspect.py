@@ -12,8 +12,8 @@ from mlx_kvcache import CacheGeometry, make_prompt_cache
 from mlx_kvcache.commands.context import position_limit
 from mlx_kvcache.commands.figures import ranges_text, size_text
 from mlx_kvcache.errors import KVCacheError
+from mlx_kvcache.facts.layer_kinds import layer_groups, summary
 from mlx_kvcache.integrations.tracing import is_kv_cache, leaves
-from mlx_kvcache.layer_kinds import layer_groups, summary
 from tests.families.build import all_families, build, random_tokens
 
 from .tiny import config_of

@@ -182,7 +182,7 @@ def test_a_narrow_stdout_encoding_takes_any_text(llama):
 def test_help_does_not_wait_for_mlx():
     code = (
         "import sys\n"
-        "from mlx_kvcache.cli import app\n"
+        "from mlx_kvcache.commands.app import app\n"
         "for arguments in (['--help'], ['generate', '--help'], ['inspect', '--help']):\n"
         "    assert app(arguments, standalone_mode=False) == 0\n"
         "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"

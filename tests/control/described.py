@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
 
 Metadata = dict[str, Any]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlx_kvcache.config import CacheConfig
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 
 GEOMETRY = CacheGeometry(
     (

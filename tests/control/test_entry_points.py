@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from mlx_kvcache.control.factory import ENTRY_POINT_GROUP, CacheFactory
 from mlx_kvcache.errors import (
     BuilderError,
     RegistrationError,
 )
-from mlx_kvcache.factory import ENTRY_POINT_GROUP, CacheFactory
 
 from .fakes import CONFIG, GEOMETRY, PlainCache
 from .running import run_all

@@ -13,7 +13,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache import MLXSequenceCache, faces
+from mlx_kvcache import MLXSequenceCache
+from mlx_kvcache.control import protocols as faces
 from mlx_kvcache.errors import CapacityError, KVCacheError, RewindError
 from mlx_kvcache.layout import SequenceLayout
 

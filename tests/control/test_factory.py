@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_kvcache import FACTORY, MLXSequenceCache
-from mlx_kvcache.config import CacheConfig
+from mlx_kvcache.control.factory import MLX, SEQUENCE, CacheFactory
 from mlx_kvcache.errors import (
     BuilderError,
     CacheKindError,
@@ -17,8 +17,8 @@ from mlx_kvcache.errors import (
     KVCacheError,
     RegistrationError,
 )
-from mlx_kvcache.factory import MLX, SEQUENCE, CacheFactory
-from mlx_kvcache.geometry import CacheGeometry
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry
 
 from .fakes import CONFIG, GEOMETRY, PlainCache
 

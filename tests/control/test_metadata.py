@@ -12,8 +12,8 @@ from hypothesis import given
 
 from mlx_kvcache import read_metadata, write_metadata
 from mlx_kvcache.errors import GeometryError, MetadataError
-from mlx_kvcache.geometry import CacheGeometry, LayerPolicy
-from mlx_kvcache.metadata import VERSION, make_metadata
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
+from mlx_kvcache.facts.metadata import VERSION, make_metadata
 
 from .described import COLUMNS, GEOMETRY, geometries, metadata, read
 

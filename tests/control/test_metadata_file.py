@@ -12,8 +12,8 @@ import pytest
 
 from mlx_kvcache import read_metadata, write_metadata
 from mlx_kvcache.errors import KVCacheError, MetadataError, ModelNotFoundError
-from mlx_kvcache.geometry import CacheGeometry
-from mlx_kvcache.metadata import METADATA_FILE
+from mlx_kvcache.facts.geometry import CacheGeometry
+from mlx_kvcache.facts.metadata import METADATA_FILE
 
 from .described import GEOMETRY, metadata
 

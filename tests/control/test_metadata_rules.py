@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_kvcache.errors import MetadataError
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, LayerPolicy
-from mlx_kvcache.metadata import make_metadata
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.facts.metadata import make_metadata
 
 from .described import COLUMNS, GEOMETRY, NUMBERS, Metadata, metadata, read
 

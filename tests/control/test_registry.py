@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mlx_kvcache import REGISTRY, CacheRegistry, CacheSession, current_cache
+from mlx_kvcache.control.protocols import Cache
 from mlx_kvcache.errors import CacheKeyError, KVCacheError, NoActiveCacheError
-from mlx_kvcache.faces import Cache
 
 from .fakes import PlainCache, plain
 from .running import run_all

@@ -18,7 +18,6 @@ from mlx_kvcache import (
     MLXSequenceCache,
     current_cache,
 )
-from mlx_kvcache.config import CacheConfig
 from mlx_kvcache.errors import (
     CacheKeyError,
     CacheKindError,
@@ -28,7 +27,8 @@ from mlx_kvcache.errors import (
     NoActiveCacheError,
     SessionError,
 )
-from mlx_kvcache.geometry import CacheGeometry
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry
 
 from .fakes import CONFIG, GEOMETRY, PlainCache, plain
 from .running import write

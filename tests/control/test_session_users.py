@@ -18,12 +18,12 @@ from mlx_kvcache import (
     MLXSequenceCache,
     current_cache,
 )
-from mlx_kvcache.config import CacheConfig
 from mlx_kvcache.errors import (
     CacheKeyError,
     CacheKindError,
 )
-from mlx_kvcache.geometry import CacheGeometry
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry
 
 from .fakes import CONFIG, GEOMETRY, PlainCache
 from .running import held, run_all, write

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mlx_kvcache import MLXSequenceCache, validate
-from mlx_kvcache.config import MAX_CAPACITY, CacheConfig
+from mlx_kvcache.control.factory import FACTORY
 from mlx_kvcache.errors import ConfigError, GeometryError
-from mlx_kvcache.factory import FACTORY
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry
+from mlx_kvcache.facts.config import MAX_CAPACITY, CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry
 
 from .fakes import CONFIG, GEOMETRY
 

@@ -16,9 +16,9 @@ from mlx_kvcache import (
     SequencePlanner,
     current_cache,
 )
-from mlx_kvcache.factory import Builder
+from mlx_kvcache.cache.layer import SequenceLayer
+from mlx_kvcache.control.factory import Builder
 from mlx_kvcache.layout import RingLayout, SequenceLayout
-from mlx_kvcache.sequence_layer import SequenceLayer
 
 from .fakes import PlainCache
 

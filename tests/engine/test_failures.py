@@ -7,8 +7,8 @@ import pytest
 
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.engine.passes import Passes
-from mlx_kvcache.engine.routing import FlatModel
 from mlx_kvcache.errors import ConfigError, NonFiniteError
+from mlx_kvcache.integrations.attention import FlatModel
 from tests.families.build import all_families, build
 
 from .running import KINDS, alone, prompts_of, run, tiny

@@ -8,9 +8,9 @@ from collections import Counter
 import mlx.core as mx
 import pytest
 
+from mlx_kvcache.chat.generation import Sampling
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import KVCacheError
-from mlx_kvcache.generation import Sampling
 
 from .running import KINDS, alone, prompts_of, tiny
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_kvcache.engine import Engine
-from mlx_kvcache.engine.routing import ATTENTION, FlatModel
 from mlx_kvcache.errors import StepError
+from mlx_kvcache.integrations.attention import ATTENTION, FlatModel
 
 from .running import alone, prompts_of, run, tiny
 

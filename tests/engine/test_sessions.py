@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mlx_kvcache.chat.generation import Sampling
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import (
     CapacityError,
@@ -13,7 +14,6 @@ from mlx_kvcache.errors import (
     SessionError,
     UnsupportedModelError,
 )
-from mlx_kvcache.generation import Sampling
 
 from .running import KINDS, alone, prompts_of, run, snapshot, tiny
 

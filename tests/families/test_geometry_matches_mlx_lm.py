@@ -20,9 +20,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 from mlx_kvcache.errors import GeometryError
-from mlx_kvcache.geometry import CacheGeometry, LayerGeometry, ModelLayer
-from mlx_kvcache.hf.families import FAMILIES
-from mlx_kvcache.hf.wrappers import ALIASES, ARCHITECTURES, WRAPPERS
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
+from mlx_kvcache.facts.hf.families import FAMILIES
+from mlx_kvcache.facts.hf.wrappers import ALIASES, ARCHITECTURES, WRAPPERS
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
 
 from . import configs_a_to_h, configs_i_to_z

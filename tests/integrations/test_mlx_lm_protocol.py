@@ -302,17 +302,19 @@ def test_a_wrong_choice_names_its_field(field: str, value: Any) -> None:
 
 
 def test_a_storage_dtype_rounds_once_whatever_the_chunks() -> None:
-    # An all-flat model computes the same bits in every chunking, so that only the storage shows.
+    # An all-flat model computes the same numbers in every chunking, but for their last bits, which
+    # some BLAS kernels round otherwise: a few stored rows then differ by one step of bfloat16.
     model = tiny("qwen3")
     tokens = random_tokens(model, 40, seed=3)
     caches = [make_prompt_cache(model, kv_dtype="bfloat16", initial_capacity=4) for _ in range(2)]
     whole = logits_in_chunks(model, tokens, caches[0], [40])
     pieces = logits_in_chunks(model, tokens, caches[1], [13] + [1] * 27)
-    np.testing.assert_allclose(np.array(whole), np.array(pieces), atol=1e-5)
     assert {array.dtype for array in caches[0].sequence.state} == {mx.bfloat16}
     assert whole.dtype == mx.float32
     exact = logits_in_chunks(model, tokens, make_prompt_cache(model), [40])
-    assert 1e-4 < np.abs(np.array(whole - exact)).max() < 0.5
+    rounding = np.abs(np.array(whole - exact)).max()
+    assert 1e-4 < rounding < 0.5
+    assert np.abs(np.array(whole - pieces)).max() < 0.1 * rounding
 
 
 def test_a_purely_recurrent_model_is_refused() -> None:

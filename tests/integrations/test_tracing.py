@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_kvcache.errors import GeometryError
-from mlx_kvcache.geometry import LayerGeometry, LayerPolicy, ModelLayer
+from mlx_kvcache.facts.geometry import LayerGeometry, LayerPolicy, ModelLayer
 from mlx_kvcache.integrations.tracing import is_kv_cache, leaves, trace_geometry
 
 

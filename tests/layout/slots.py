@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Sequence
 
 from mlx_kvcache.errors import RewindError
-from mlx_kvcache.geometry import LayerPolicy
+from mlx_kvcache.facts.geometry import LayerPolicy
 from mlx_kvcache.layout import Run, SequenceLayout, StepPlan
 
 

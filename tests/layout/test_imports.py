@@ -44,8 +44,8 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         "mlx_kvcache",
         "mlx_kvcache.layout",
         "mlx_kvcache.layout.sequence",
-        "mlx_kvcache.geometry",
-        "mlx_kvcache.config",
+        "mlx_kvcache.facts.geometry",
+        "mlx_kvcache.facts.config",
         "mlx_kvcache.errors",
     ],
 )
@@ -59,7 +59,9 @@ def test_the_layouts_work_without_mlx() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["mlx_kvcache.sequence_cache", "mlx_kvcache.pool", "numpy"])
+@pytest.mark.parametrize(
+    "module", ["mlx_kvcache.cache.sequence", "mlx_kvcache.store.rows", "numpy"]
+)
 def test_the_hook_does_forbid(module: str) -> None:
     done = run(f"import {module}")
     assert done.returncode != 0

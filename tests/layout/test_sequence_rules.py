@@ -13,7 +13,7 @@ from mlx_kvcache.errors import (
     PositionError,
     RewindError,
 )
-from mlx_kvcache.geometry import LayerPolicy
+from mlx_kvcache.facts.geometry import LayerPolicy
 from mlx_kvcache.layout import FlatLayout, RingLayout, SequenceLayout
 
 FLAT = LayerPolicy.flat()

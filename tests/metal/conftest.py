@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache import metal_kernels
-from mlx_kvcache.metal_kernels import Launch
+from mlx_kvcache.store import metal as metal_kernels
+from mlx_kvcache.store.metal import Launch
 
 from . import typical
 from .host import build, executor

@@ -14,7 +14,7 @@ import subprocess
 
 import pytest
 
-from mlx_kvcache.metal_kernels import SHARED_HEADER, read_source
+from mlx_kvcache.store.metal import SHARED_HEADER, read_source
 
 from .host.signature import signature_of
 from .test_signature import LAUNCH_NAMES, launch_named

@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.metal_kernels import Kernel, Launch
+from mlx_kvcache.store.metal import Kernel, Launch
 
 from .host import build, executor
 

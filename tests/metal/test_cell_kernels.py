@@ -8,7 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_kvcache import kernel_ops, kernels, metal_kernels
+from mlx_kvcache.store import kernels
+from mlx_kvcache.store import metal as metal_kernels
+from mlx_kvcache.store import ops as kernel_ops
 
 from .arrays import DIMS, DTYPES, LAYOUTS, assert_same_bits, bits, random_array
 from .conftest import Runner

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kvcache.metal_kernels import Kernel, Launch
+from mlx_kvcache.store.metal import Kernel, Launch
 
 from .arrays import assert_same_bits
 from .host import build, executor

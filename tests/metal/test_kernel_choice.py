@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache import kernel_choice, kernels, metal_kernels
 from mlx_kvcache.errors import ConfigError, KernelUnavailableError
-from mlx_kvcache.kernel_choice import PathCosts, Traffic, cheaper_path
+from mlx_kvcache.store import choice as kernel_choice
+from mlx_kvcache.store import kernels
+from mlx_kvcache.store import metal as metal_kernels
+from mlx_kvcache.store.choice import PathCosts, Traffic, cheaper_path
 
 RING = mx.arange(2 * 8 * 4, dtype=mx.float32).reshape(1, 2, 8, 4)
 ROWS = -mx.ones((1, 2, 3, 4))

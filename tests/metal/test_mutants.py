@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache import kernel_ops, metal_kernels
-from mlx_kvcache.metal_kernels import Launch, read_source
+from mlx_kvcache.store import metal as metal_kernels
+from mlx_kvcache.store import ops as kernel_ops
+from mlx_kvcache.store.metal import Launch, read_source
 
 from .arrays import bits, random_array
 from .host import build, executor

@@ -10,7 +10,7 @@ import pytest
 from crosstl.backend.Metal.MetalLexer import MetalLexer
 from crosstl.backend.Metal.MetalParser import MetalParser
 
-from mlx_kvcache import metal_kernels
+from mlx_kvcache.store import metal as metal_kernels
 
 from .test_signature import LAUNCH_NAMES, generated, launch_named
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache import metal_kernels as metal
-from mlx_kvcache.metal_kernels import Kernel, Launch, read_source
+from mlx_kvcache.store import metal
+from mlx_kvcache.store.metal import Kernel, Launch, read_source
 
 from .host.signature import ATTRIBUTES, Signature, signature_of
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_kvcache import metal_kernels
 from mlx_kvcache.errors import KernelUnavailableError
+from mlx_kvcache.store import metal as metal_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [metal_kernels.SHARED_HEADER, *(kernel.file for kernel in metal_kernels.KERNELS)]
@@ -19,7 +19,7 @@ FILES = [metal_kernels.SHARED_HEADER, *(kernel.file for kernel in metal_kernels.
 def read_all_in(folder: Path) -> subprocess.CompletedProcess[str]:
     """Reads every source with the package of that folder, from a process that knows no other."""
     code = (
-        "from mlx_kvcache import metal_kernels as m\n"
+        "from mlx_kvcache.store import metal as m\n"
         "import mlx_kvcache\n"
         "print(mlx_kvcache.__file__)\n"
         f"print(sum(len(m.read_source(name)) for name in {FILES!r}))\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_kvcache import metal_kernels as metal
+from mlx_kvcache.store import metal
 
 from .host.translate import threads_meet, to_cpp
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_kvcache import metal_kernels as metal
-from mlx_kvcache.metal_kernels import Launch
+from mlx_kvcache.store import metal
+from mlx_kvcache.store.metal import Launch
 
 from .arrays import DTYPES
 

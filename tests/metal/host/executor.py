@@ -21,7 +21,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_kvcache.metal_kernels import SHARED_HEADER, Launch, read_source
+from mlx_kvcache.store.metal import SHARED_HEADER, Launch, read_source
 
 from .build import CompileError, Compiler, compiled
 from .signature import signature_of

@@ -14,7 +14,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_kvcache.metal_kernels import TINY_ELEMENTS, Launch
+from mlx_kvcache.store.metal import TINY_ELEMENTS, Launch
 
 ParameterKind = Literal["input", "scalar", "shape", "strides", "ndim", "output", "attribute"]
 

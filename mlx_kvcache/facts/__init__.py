@@ -1,0 +1,1 @@
+"""What is known before anything runs: the model's geometry, and the run's config."""

@@ -1,0 +1,73 @@
+"""What the run chose: how many positions, in which dtype, growing from where.
+
+Kept apart from the geometry, which is the model's. `validate` is called by every constructor
+before anything is indexed or allocated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_kvcache.errors import ConfigError, GeometryError
+from mlx_kvcache.facts.geometry import CacheGeometry
+
+#: MLX indexes rows with 32-bit integers, so no cache can hold more positions than this.
+MAX_CAPACITY = 2**31 - 1
+DEFAULT_INITIAL_CAPACITY = 512
+#: Spare rows of a ring: few, since every decode step of a wrapped ring reads them too.
+DEFAULT_MAX_WRITE = 64
+KV_DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The runtime choices of one cache.
+
+    capacity: the most positions it will hold.
+    kv_dtype: storage dtype by name ("float32", "float16", "bfloat16"); None keeps each layer in
+        the dtype of its first keys and values.
+    initial_capacity: rows that a flat layer starts with (0 is allowed; clamped to the capacity).
+    max_write: the spare rows of a ring: steps up to this size are written and read in place, and
+        a ring that wrapped can be rewound by this many positions.
+    """
+
+    capacity: int = MAX_CAPACITY
+    kv_dtype: str | None = None
+    initial_capacity: int = DEFAULT_INITIAL_CAPACITY
+    max_write: int = DEFAULT_MAX_WRITE
+
+
+def _require(field: str, value: object, minimum: int, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{field} must be an integer, got {value!r}; {remedy}")
+    if not minimum <= value <= MAX_CAPACITY:
+        raise ConfigError(
+            f"{field} must be between {minimum} and {MAX_CAPACITY}, got {value}; {remedy}"
+        )
+
+
+def validate(geometry: CacheGeometry, config: CacheConfig) -> None:
+    """Raise `ConfigError` or `GeometryError` unless the two can make a cache together.
+
+    The message names the field, its value and what to do.
+    """
+    if not isinstance(geometry, CacheGeometry):
+        raise GeometryError(
+            f"a CacheGeometry is needed, got {type(geometry).__name__}; "
+            "CacheGeometry.from_hf(config) makes one from a Hugging Face config"
+        )
+    if not isinstance(config, CacheConfig):
+        raise ConfigError(f"a CacheConfig is needed, got {type(config).__name__}")
+    _require("capacity", config.capacity, 1, "give the most positions that the cache may hold")
+    _require(
+        "initial_capacity",
+        config.initial_capacity,
+        0,
+        "give the rows to start with (0 allocates at the first write)",
+    )
+    _require("max_write", config.max_write, 1, "a ring needs at least one spare row to write to")
+    if config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES:
+        raise ConfigError(
+            f"kv_dtype must be one of {', '.join(KV_DTYPES)} or None (the model's own), "
+            f"got {config.kv_dtype!r}"
+        )

@@ -1,0 +1,156 @@
+"""From a Hugging Face config to a cache geometry: read it, find the family, apply its rule.
+
+Needs neither mlx nor transformers; a transformers config object is read through its methods.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from mlx_kvcache.errors import GeometryError, ModelNotFoundError
+from mlx_kvcache.facts.geometry import CacheGeometry
+from mlx_kvcache.facts.hf.families import FAMILIES, Family
+from mlx_kvcache.facts.hf.fields import Fields
+from mlx_kvcache.facts.hf.generic import generic
+from mlx_kvcache.facts.hf.wrappers import ALIASES, ARCHITECTURES, WRAPPERS, Wrapper
+
+
+def geometry_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -> CacheGeometry:
+    """The geometry of the caches that mlx-lm makes when it runs the model of this config.
+
+    `config` is a transformers config object, the dict of a config.json, or a path to that file
+    or to its directory. Raises `ModelNotFoundError` for a path that leads to no config,
+    `GeometryError` for a malformed one, `UnknownLayerTypeError` where no rule is known.
+    """
+    values = read_config(config)
+    model_type = _model_type(values)
+    wrapper = WRAPPERS.get(model_type)
+    if wrapper is not None:
+        return _wrapped(model_type, wrapper, values)
+    family = _family(model_type, values)
+    text = values.get("text_config")
+    if family is None and text is not None:
+        text = _text_section(model_type, text)
+        model_type = _model_type(text)
+        family, values = _family(model_type, text), text
+    if family is None:
+        return generic(Fields(values, model_type or "a config without model_type"))
+    return family.rule(Fields(values, model_type, family.names, family.defaults))
+
+
+def read_config(config: Mapping[str, Any] | str | PathLike[str] | object) -> Mapping[str, Any]:
+    """The config as a mapping, with a text part nested under 'text_config' where it has one."""
+    if isinstance(config, Mapping):
+        return config
+    if isinstance(config, (str, PathLike)):
+        return _read_file(Path(config))
+    return _read_object(config)
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(
+            f"there is no config at {file}; give the path of a config.json or of the directory "
+            "that holds it"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise GeometryError(f"the config at {file} cannot be read: {error}") from error
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GeometryError(f"the config at {file} is not valid JSON: {error}") from error
+    if not isinstance(values, Mapping):
+        raise GeometryError(
+            f"the config at {file} must be a JSON object, but it is {_shortened(values)}"
+        )
+    return values
+
+
+def _read_object(config: object) -> Mapping[str, Any]:
+    values = _as_mapping(config)
+    get_text_config = getattr(config, "get_text_config", None)
+    if callable(get_text_config):
+        try:
+            text = get_text_config()
+        except ValueError as error:
+            raise GeometryError(
+                f"the {type(config).__name__} does not say which of its parts is the text model "
+                f"({error}); give that part itself"
+            ) from error
+    else:
+        text = getattr(config, "text_config", None)
+    if text is None or text is config:
+        return values
+    # Nested under whatever name the object has for it; the rules look under this one.
+    return {**values, "text_config": _as_mapping(text)}
+
+
+def _as_mapping(config: object) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    to_dict = getattr(config, "to_dict", None)
+    values = to_dict() if callable(to_dict) else None
+    if not isinstance(values, Mapping):
+        raise GeometryError(
+            "a config must be a transformers config object, a mapping, or the path of a "
+            f"config.json, got {_shortened(config)}"
+        )
+    return values
+
+
+def _wrapped(model_type: str, wrapper: Wrapper, values: Mapping[str, Any]) -> CacheGeometry:
+    family, text = wrapper.family, values.get("text_config")
+    if text is None and wrapper.nested and not _is_text_part(model_type, values):
+        raise Fields(values, model_type).error("text_config", None, "an object: the text model")
+    if text is not None:
+        values = _text_section(model_type, text)
+        family = wrapper.by_text_type.get(_model_type(values), family)
+        model_type = f"{model_type}.text_config"
+    defaults = {**family.defaults, **wrapper.defaults}
+    return family.rule(Fields(values, model_type, family.names, defaults))
+
+
+def _is_text_part(model_type: str, values: Mapping[str, Any]) -> bool:
+    # Some text parts carry the model_type of their wrapper.
+    return model_type in FAMILIES and "num_hidden_layers" in values
+
+
+def _text_section(model_type: str, text: object) -> Mapping[str, Any]:
+    if not isinstance(text, Mapping):
+        raise Fields({}, model_type).error("text_config", text, "an object: the text model")
+    return text
+
+
+def _model_type(values: Mapping[str, Any]) -> str:
+    model_type = values.get("model_type")
+    if model_type is None:
+        return ""
+    if not isinstance(model_type, str):
+        raise GeometryError(
+            f"config field 'model_type' must be a string, got {_shortened(model_type)}"
+        )
+    return model_type
+
+
+def _family(model_type: str, values: Mapping[str, Any]) -> Family | None:
+    listed = values.get("architectures")
+    if isinstance(listed, str):
+        listed = (listed,)
+    fields = Fields({"architectures": listed}, model_type or "a config without model_type")
+    for architecture in fields.words("architectures") or ():
+        special = ARCHITECTURES.get((model_type, architecture))
+        if special is not None:
+            return FAMILIES[special]
+    return FAMILIES.get(ALIASES.get(model_type, model_type))
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

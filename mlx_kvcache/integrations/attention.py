@@ -1,0 +1,313 @@
+"""A step over unequal sequences through an mlx-lm model, which knows nothing of it.
+
+The tokens of a flat step go in as a batch, [T, 1]: one row for each token. The layer objects give
+the position of each row as `offset`, which mlx-lm's models take as an array, and hand keys and
+values back as they are. The model's `scaled_dot_product_attention` is replaced while a step runs:
+it turns [T, H, 1, D] into the cache's [1, H, T, D] and lets the cache attend.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
+
+from mlx_kvcache.cache.cells import MLXCellCache
+from mlx_kvcache.cache.shared import MLXSharedCache
+from mlx_kvcache.errors import KVCacheError, UnsupportedModelError
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
+from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
+
+Cache = MLXSharedCache[Any, Any]
+ATTENTION = "scaled_dot_product_attention"
+#: What a model raises that makes something else of its cache than this protocol.
+_MODEL_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
+#: How many tokens a model is tried with, and how far the logits may differ, relative to their
+#: spread: rounding is 1e-6 of it in float32, about a hundredth in half precisions.
+_CHECKED_TOKENS = 8
+_LOGITS_AGREE = 1e-3
+_HALF_LOGITS_AGREE = 0.2
+
+_running: ContextVar[_Step | None] = ContextVar("mlx_kvcache_flat_step", default=None)
+_lock = threading.Lock()
+#: By module name: the module's own function, and how many steps have it replaced.
+_replaced: dict[str, tuple[Any, int]] = {}
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """Stands for a causal mask, which the cache makes itself. window: 0 where none was given."""
+
+    window: int
+
+
+class _Layer:
+    """One cache layer under mlx-lm's protocol, for the step that runs."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.step: _Step
+
+    @property
+    def offset(self) -> mx.array:
+        """The position of each token [T]; that of the next once the layer has been updated."""
+        held = self.index in self.step.rows
+        return self.step.positions + 1 if held else self.step.positions
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The same arrays, by which the attention call knows the layer."""
+        if self.index in self.step.rows:
+            raise UnsupportedModelError(f"cache layer {self.index} is updated twice in a step")
+        self.step.rows[self.index] = keys, values
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the layer was updated with, for layers that share it."""
+        return self.step.rows[self.index]
+
+    def make_mask(self, *_: Any, window_size: int | None = None, **__: Any) -> _Mask:
+        """What the model hands on to its attention call: the window it asked for."""
+        return _Mask(window_size or 0)
+
+
+class _Step:
+    """The arrays of one forward pass, until each layer is attended."""
+
+    def __init__(self, cache: Cache, positions: mx.array) -> None:
+        self.cache = cache
+        self.positions = positions
+        self.rows: dict[int, tuple[mx.array, mx.array]] = {}
+        self.attended: dict[int, int] = {}
+        self.windows: dict[int, int] = {}
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        layer = self._layer_of(keys, values)
+        if isinstance(mask, _Mask):
+            self.windows[layer] = mask.window
+        elif mask is not None:
+            raise UnsupportedModelError(
+                f"cache layer {layer} is attended with a mask or a bias that the model made itself"
+            )
+        queries = queries.transpose(2, 1, 0, 3)
+        if layer in self.attended:
+            answer = self.cache.attend_again(layer, queries, scale, sinks)
+        else:
+            rows = (keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3))
+            answer = self.cache.attend(layer, queries, *rows, scale, sinks)
+        self.attended[layer] = self.attended.get(layer, 0) + 1
+        return answer.transpose(2, 1, 0, 3)
+
+    def _layer_of(self, keys: mx.array, values: mx.array) -> int:
+        for layer in reversed(self.rows):
+            own = self.rows[layer]
+            if own[0] is keys and own[1] is values:
+                return layer
+        raise UnsupportedModelError(
+            "attention is called with other keys and values than a cache layer was updated with "
+            "(as in latent attention)"
+        )
+
+    def check_complete(self, layers: int) -> None:
+        """Raise `UnsupportedModelError` unless every layer was updated and attended."""
+        for layer in range(layers):
+            if layer not in self.rows:
+                raise UnsupportedModelError(f"cache layer {layer} was not updated")
+            if layer not in self.attended:
+                raise UnsupportedModelError(
+                    f"cache layer {layer} was updated but its attention went past {ATTENTION}"
+                )
+
+    def healthy(self) -> mx.array:
+        """bool [T]: whether the last layer's values of each token are finite.
+
+        A token with a value that is no number in any layer has one in every later layer too.
+        """
+        values = self.rows[next(reversed(self.rows))][1]
+        return mx.isfinite(values.astype(mx.float32).sum(axis=(1, 2, 3)))
+
+
+class FlatModel:
+    """A model that is run in flat steps on a cache of many sequences.
+
+    Raises `UnsupportedModelError` for a model that cannot: one with recurrent layers, whose state
+    has no positions; one that makes masks or attends by other means; one that takes no array of
+    positions, or whose logits come out otherwise (a few tokens are tried). `GeometryError` as
+    `trace_geometry`.
+    """
+
+    def __init__(self, model: Module, windows: Sequence[int] | None = None) -> None:
+        self.model = model
+        traced = trace_geometry(model)
+        self._name = f"{type(model).__module__}.{type(model).__name__}"
+        recurrent = [i for i, entry in enumerate(traced.geometry.model_layers) if entry.recurrent]
+        if recurrent:
+            raise UnsupportedModelError(
+                f"{self._name} has recurrent state in layers {recurrent}, which cannot be shared "
+                "by the sequences of a flat step; run one sequence at a time with "
+                "make_prompt_cache"
+            )
+        self._modules = _attention_modules(model)
+        self._layers = [_Layer(index) for index in range(len(traced.geometry.layers))]
+        self._entries = traced.with_layers(self._layers)
+        geometry, self.vocabulary = self._probed(traced)
+        self.geometry = geometry
+        self._check_logits()
+        if windows is not None:
+            self.geometry = geometry.with_windows(windows)
+
+    def forward(self, cache: Cache, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """Run the declared step of a cache: logits [T, vocabulary], and which rows are finite [T].
+
+        Nothing is evaluated. Raises `UnsupportedModelError`, and what the cache raises.
+        """
+        step, logits = self._run(cache, tokens)
+        healthy = step.healthy()
+        # The layers hold on to the step, which must not keep its rows alive.
+        step.rows.clear()
+        return logits[:, -1, :], healthy
+
+    def _run(self, cache: Cache, tokens: mx.array) -> tuple[_Step, mx.array]:
+        step = _Step(cache, cache.step_positions())
+        for layer in self._layers:
+            layer.step = step
+        marker = _running.set(step)
+        try:
+            with _attention_replaced(self._modules):
+                logits: mx.array = self.model(tokens[:, None], cache=self._entries)
+        finally:
+            _running.reset(marker)
+        step.check_complete(len(self._layers))
+        return step, logits
+
+    def _probed(self, traced: TracedGeometry) -> tuple[CacheGeometry, int]:
+        """The geometry as the attention calls show it, and the size of the vocabulary.
+
+        Read off a lazy step over two sequences, which also shows whether the model can run one.
+        The window of a layer is that of the mask it is given: some models keep flat caches and
+        mask them. A layer that is attended more than once is marked `shared`.
+        """
+        cache = MLXCellCache(traced.geometry, CacheConfig(capacity=4, initial_capacity=4))
+        try:
+            cache.declare_step([(cache.new(), 2), (cache.new(), 1)])
+            step, logits = self._run(cache, mx.zeros((3,), mx.int32))
+        except KVCacheError as error:
+            raise self._unsupported(error) from error
+        except _MODEL_ERRORS as error:
+            raise self._unsupported(
+                f"it does something of its own with the cache's mask, rows or offset ({error})"
+            ) from error
+        if logits.shape[:2] != (3, 1):
+            raise self._unsupported(f"its logits have the shape {list(logits.shape)}")
+        layers = []
+        for index, layer in enumerate(traced.geometry.layers):
+            window = step.windows.get(index, 0) or layer.policy.window
+            shared = layer.shared or step.attended[index] > 1
+            layers.append(replace(layer, policy=LayerPolicy.from_window(window), shared=shared))
+        return replace(traced.geometry, layers=tuple(layers)), logits.shape[-1]
+
+    def _check_logits(self) -> None:
+        """Hold the logits of two flat steps against those of the model on mlx-lm's own caches.
+
+        Some models derive positions from the number of keys that a cache answers with: they run,
+        and answer wrongly. Raises `UnsupportedModelError`.
+        """
+        count = min(_CHECKED_TOKENS, self.vocabulary)
+        ids = [self.vocabulary * (2 * i + 1) // (2 * count) for i in range(count)]
+        expected = self.model(mx.array([ids], mx.int32), cache=make_mlx_lm_cache(self.model))[0]
+        cache = MLXCellCache(self.geometry, CacheConfig(capacity=2 * count, initial_capacity=0))
+        first, second = cache.new(), cache.new()
+        half = (count + 1) // 2
+        rows = []
+        order = []
+        for begin, end in ((0, half), (half, count)):
+            if begin == end:
+                continue
+            cache.declare_step([(second, end - begin), (first, end - begin)])
+            part = ids[begin:end] * 2
+            rows.append(self.forward(cache, mx.array(part, mx.int32))[0])
+            order += list(range(begin, end)) * 2
+        expected = expected[mx.array(order)].astype(mx.float32)
+        # Some models give tokens that are none a logit of -inf.
+        known = mx.isfinite(expected)
+        got = mx.concatenate(rows).astype(mx.float32)
+        error = mx.where(known, mx.square(got - expected), 0).sum()
+        level = mx.where(known, expected, 0).sum() / known.sum()
+        size = mx.where(known, mx.square(expected - level), 0).sum()
+        limit = _LOGITS_AGREE if rows[0].dtype == mx.float32 else _HALF_LOGITS_AGREE
+        if not bool((error <= limit**2 * size).item()):
+            raise self._unsupported(
+                "its logits differ from those of one sequence alone, so it does not take its "
+                "positions from the cache's offset alone"
+            )
+
+    def _unsupported(self, reason: object) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self._name} cannot be run over unequal sequences in one step: {reason}; run one "
+            "sequence at a time with make_prompt_cache"
+        )
+
+
+def _attention_modules(model: Module) -> tuple[str, ...]:
+    """The modules of the model's parts that call `scaled_dot_product_attention`."""
+    names = {type(part).__module__ for _, part in model.named_modules()}  # type: ignore[no-untyped-call]
+    return tuple(sorted(name for name in names if hasattr(sys.modules.get(name), ATTENTION)))
+
+
+@contextmanager
+def _attention_replaced(modules: Sequence[str]) -> Iterator[None]:
+    """Route the attention of these modules; in other threads they go on as before."""
+    with _lock:
+        for name in modules:
+            original, count = _replaced.get(name, (None, 0))
+            if not count:
+                original = getattr(sys.modules[name], ATTENTION)
+                setattr(sys.modules[name], ATTENTION, _routed(original))
+            _replaced[name] = original, count + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            for name in modules:
+                original, count = _replaced.pop(name)
+                if count > 1:
+                    _replaced[name] = original, count - 1
+                else:
+                    setattr(sys.modules[name], ATTENTION, original)
+
+
+def _routed(original: Any) -> Any:
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+        **others: Any,
+    ) -> Any:
+        step = _running.get()
+        if step is None:
+            return original(queries, keys, values, cache, scale, mask, sinks, **others)
+        if others:
+            raise UnsupportedModelError(f"attention is called with {', '.join(others)}")
+        return step.attend(queries, keys, values, scale, mask, sinks)
+
+    return scaled_dot_product_attention
