@@ -11,7 +11,7 @@ import mlx.core as mx
 from common import NAMES, Spread, alternate, paired
 from contenders import Shape, allocated_rows, evaluate, fill, our_cache, their_layers
 
-from mlx_kvcache.facts.config import DEFAULT_MAX_WRITE
+from mlx_kvcache.facts.config import DEFAULT_SPARE
 
 #: Steps beyond one turn of the ring that still count as "just wrapped".
 _MARGIN = 25
@@ -55,7 +55,7 @@ def flat_phases(shape: Shape, prompt: int, steps: int) -> list[Phase]:
 def ring_phases(shape: Shape, window: int, steps: int) -> list[Phase]:
     """Layers with a full window: the first turn of the ring after it, then the steady state."""
     both = _Both(shape, window, prompt=window)
-    turn = window + DEFAULT_MAX_WRITE - 1 + _MARGIN
+    turn = window + DEFAULT_SPARE - 1 + _MARGIN
     return [both.run(f"ring, first {turn} steps", turn), both.run("ring, wrapped", steps)]
 
 

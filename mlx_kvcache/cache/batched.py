@@ -70,11 +70,9 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
         self,
         geometry: CacheGeometry,
         config: CacheConfig | None = None,
-        max_context: int | None = None,
     ) -> None:
-        self._max_context = max_context
         super().__init__(geometry, config)
-        own = min(max_context or self.capacity, self.capacity)
+        own = min(self.config.max_context or self.capacity, self.capacity)
         self._member_config = replace(self.config, capacity=own)
         self._caches: dict[int, MLXSequenceCache] = {}
         self._running: _Spans
@@ -146,7 +144,7 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
         self._end_step()
 
     def _make_layout(self) -> BatchedLayout:
-        return BatchedLayout(self.config.capacity, self._max_context)
+        return BatchedLayout(self.config.capacity, self.config.max_context)
 
     def _begin_step(self, step: DeclaredStep) -> None:
         self._running = _Spans(step)

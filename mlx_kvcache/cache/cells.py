@@ -40,9 +40,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         self,
         geometry: CacheGeometry,
         config: CacheConfig | None = None,
-        max_context: int | None = None,
     ) -> None:
-        self._max_context = max_context
         super().__init__(geometry, config)
         config = self.config
         self._pools = tuple(CellPool() for _ in geometry.layers)
@@ -149,7 +147,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         return self.layout.cell_map(width)
 
     def _make_layout(self) -> CellLayout:
-        return CellLayout(self.config.capacity, self._max_context)
+        return CellLayout(self.config.capacity, self.config.max_context)
 
     def _begin_step(self, step: DeclaredStep) -> None:
         layout = self.layout

@@ -20,7 +20,7 @@ class MLXSequenceCache:
     """The KV cache of a model, as MLX arrays that grow by lazy capacity doubling.
 
     Layers that attend to everything keep every row; layers with a sliding window keep a ring
-    with `config.max_write` spare rows, so that it can be rewound after it wrapped. All layers
+    with `config.spare` spare rows, so that it can be rewound after it wrapped. All layers
     share one logical length.
 
     `layer_class` lets an adapter add its own protocol to the layer objects.
@@ -38,7 +38,7 @@ class MLXSequenceCache:
         self.geometry = geometry
         self.config = config
         policies = [layer.policy for layer in geometry.layers]
-        self.layout = SequenceLayout(policies, config.capacity, config.max_write)
+        self.layout = SequenceLayout(policies, config.capacity, config.spare)
         self._steps = self._make_steps(policies)
         dtype = None if config.kv_dtype is None else getattr(mx, config.kv_dtype)
         self.layers = tuple(

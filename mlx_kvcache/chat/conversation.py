@@ -9,11 +9,12 @@ from typing import Any
 
 from mlx.nn.layers.base import Module
 
-from mlx_kvcache.chat.generation import Progress, Sampling, default_prefill_step
+from mlx_kvcache.chat.generation import Progress
 from mlx_kvcache.chat.script import chat_script, spell
 from mlx_kvcache.chat.token_cache import TokenCache
 from mlx_kvcache.errors import CapacityError, ConfigError, RewindError
-from mlx_kvcache.integrations.mlx_lm import PromptCache
+from mlx_kvcache.integrations.mlx_lm import PromptCache, default_prefill_step
+from mlx_kvcache.integrations.sampling import Sampling
 
 Notice = Callable[[str], None]
 

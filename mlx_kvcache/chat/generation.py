@@ -14,19 +14,11 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_kvcache.errors import CapacityError, ConfigError
-from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_MAX_WRITE
+from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_SPARE
 from mlx_kvcache.integrations.mlx_lm import PromptCache, make_prompt_cache
+from mlx_kvcache.integrations.sampling import Sampling
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen: greedy at temperature 0; a seed makes a random choice repeatable."""
-
-    temp: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class CacheChoice:
     capacity_source: str = ""
     kv_dtype: str | None = None
     initial_capacity: int | None = None
-    max_write: int | None = None
+    spare: int | None = None
     windows: Sequence[int] | None = None
 
 
@@ -98,13 +90,13 @@ def chosen_cache(model: Module, choice: CacheChoice) -> PromptCache:
 
     Raises `GeometryError` or `ConfigError` where the choice does not fit the model.
     """
-    initial, max_write = choice.initial_capacity, choice.max_write
+    initial, spare = choice.initial_capacity, choice.spare
     return make_prompt_cache(
         model,
         choice.capacity,
         initial_capacity=DEFAULT_INITIAL_CAPACITY if initial is None else initial,
         kv_dtype=choice.kv_dtype,
-        max_write=DEFAULT_MAX_WRITE if max_write is None else max_write,
+        spare=DEFAULT_SPARE if spare is None else spare,
         windows=choice.windows,
     )
 
@@ -124,15 +116,6 @@ def make_cache(
     if choice.initial_capacity is None and max_tokens <= prompt_count:
         cache.sequence.reserve(prompt_count + max_tokens)
     return cache
-
-
-def default_prefill_step() -> int:
-    """Prompt tokens of one forward pass.
-
-    mlx-lm's own 2048 on a GPU. On a CPU such a pass takes many seconds and gains nothing over a
-    shorter one, after which progress shows and Ctrl-C is heard.
-    """
-    return 2048 if mx.default_device().type == mx.DeviceType.gpu else 256
 
 
 @dataclass

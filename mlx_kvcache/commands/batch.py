@@ -12,9 +12,9 @@ from mlx_kvcache.commands.console import INTERRUPTED, SYSTEM_ERROR, print_note
 from mlx_kvcache.commands.flags import (
     DEFAULT_MODEL,
     KVDtype,
-    MaxWrite,
     ModelName,
     Seed,
+    Spare,
     SystemPrompt,
     Temperature,
     TopP,
@@ -96,7 +96,7 @@ def batch(
         ),
     ] = None,
     kv_dtype: KVDtype = None,
-    max_write: MaxWrite = None,
+    spare: Spare = None,
     windows: Windows = None,
     dtype: WeightsDtype = None,
     output: Annotated[
@@ -137,7 +137,7 @@ def batch(
         seed=seed,
         capacity=capacity,
         kv_dtype=kv_dtype,
-        max_write=max_write,
+        spare=spare,
         windows=parse_windows(windows),
         dtype=dtype,
         raw=raw,
@@ -164,9 +164,9 @@ def _run(
     share_prefix: bool,
     output: Path | None,
 ) -> None:
-    from mlx_kvcache.chat.generation import default_prefill_step
     from mlx_kvcache.commands.batch_output import InOrder, progress_bar, report_lines, write_file
     from mlx_kvcache.commands.batch_run import BatchChoice, prepare
+    from mlx_kvcache.integrations.mlx_lm import default_prefill_step
 
     step_tokens = options.prefill_step or max(default_prefill_step(), sessions)
     batch = prepare(prompts, options, BatchChoice(sessions, kind, step_tokens, share_prefix))

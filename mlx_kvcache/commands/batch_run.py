@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_kvcache import models
-from mlx_kvcache.chat.generation import Sampling, prompt_tokens
+from mlx_kvcache.chat.generation import prompt_tokens
 from mlx_kvcache.commands.batch_input import Prompt
 from mlx_kvcache.commands.context import position_limit
 from mlx_kvcache.commands.options import RunOptions
 from mlx_kvcache.engine import Engine, Request, Session
 from mlx_kvcache.errors import CapacityError, ConfigError
-from mlx_kvcache.facts.config import DEFAULT_MAX_WRITE, MAX_CAPACITY
+from mlx_kvcache.facts.config import DEFAULT_SPARE, MAX_CAPACITY
+from mlx_kvcache.integrations.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def prepare(prompts: Sequence[Prompt], options: RunOptions, choice: BatchChoice)
         step_tokens=choice.step_tokens,
         max_context=min(limit, capacity),
         kv_dtype=options.kv_dtype,
-        max_write=options.max_write or DEFAULT_MAX_WRITE,
+        spare=options.spare or DEFAULT_SPARE,
         windows=options.windows,
     )
     session = None

@@ -17,10 +17,10 @@ from mlx_kvcache.commands.flags import (
     DEFAULT_MODEL,
     Capacity,
     KVDtype,
-    MaxWrite,
     ModelName,
     PrefillStep,
     Seed,
+    Spare,
     SystemPrompt,
     Temperature,
     TopP,
@@ -62,7 +62,7 @@ def chat(
             show_default=False,
         ),
     ] = None,
-    max_write: MaxWrite = None,
+    spare: Spare = None,
     windows: Windows = None,
     prefill_step: PrefillStep = None,
 ) -> None:
@@ -93,7 +93,7 @@ def chat(
         capacity=capacity,
         kv_dtype=kv_dtype,
         initial_capacity=initial_capacity,
-        max_write=max_write,
+        spare=spare,
         windows=parse_windows(windows),
         dtype=dtype,
         raw=raw,
@@ -115,8 +115,9 @@ def _begin(options: RunOptions) -> Conversation:
     import mlx.core as mx
 
     from mlx_kvcache.chat.conversation import ChatOptions, Conversation
-    from mlx_kvcache.chat.generation import Sampling, chosen_cache
+    from mlx_kvcache.chat.generation import chosen_cache
     from mlx_kvcache.commands.loading import load_model
+    from mlx_kvcache.integrations.sampling import Sampling
 
     model, tokenizer, choice = load_model(options)
     if options.seed is not None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mlx_kvcache.facts.config import DEFAULT_MAX_WRITE
+from mlx_kvcache.facts.config import DEFAULT_SPARE
 
 DEFAULT_MODEL = "smollm2"
 _DTYPES = "float32, float16 or bfloat16"
@@ -48,11 +48,13 @@ KVDtype = Annotated[
     str | None,
     typer.Option(help=f"Dtype of the cache: {_DTYPES}. [default: the model's]", show_default=False),
 ]
-MaxWrite = Annotated[
+Spare = Annotated[
     int | None,
     typer.Option(
+        "--spare",
+        "--max-write",
         help="Spare rows of a sliding-window layer; once it has wrapped, it can be rewound by as "
-        f"many tokens. [default: {DEFAULT_MAX_WRITE}]",
+        f"many tokens. [default: {DEFAULT_SPARE}]",
         show_default=False,
     ),
 ]

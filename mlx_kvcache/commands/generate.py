@@ -12,10 +12,10 @@ from mlx_kvcache.commands.flags import (
     DEFAULT_MODEL,
     Capacity,
     KVDtype,
-    MaxWrite,
     ModelName,
     PrefillStep,
     Seed,
+    Spare,
     SystemPrompt,
     Temperature,
     TopP,
@@ -63,7 +63,7 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    max_write: MaxWrite = None,
+    spare: Spare = None,
     windows: Windows = None,
     prefill_step: PrefillStep = None,
     as_json: Annotated[
@@ -94,7 +94,7 @@ def generate(
         capacity=capacity,
         kv_dtype=kv_dtype,
         initial_capacity=initial_capacity,
-        max_write=max_write,
+        spare=spare,
         windows=parse_windows(windows),
         dtype=dtype,
         raw=raw,
@@ -112,6 +112,8 @@ def _prepare(options: RunOptions, prompt: str) -> Generation:
     """Load the model, and refuse what cannot fit before anything is computed."""
     from mlx_kvcache.chat import generation
     from mlx_kvcache.commands.loading import load_model
+    from mlx_kvcache.integrations.mlx_lm import default_prefill_step
+    from mlx_kvcache.integrations.sampling import Sampling
 
     model, tokenizer, choice = load_model(options)
     tokens = generation.prompt_tokens(tokenizer, prompt, options.system, options.raw)
@@ -122,8 +124,8 @@ def _prepare(options: RunOptions, prompt: str) -> Generation:
         tokens,
         generation.make_cache(model, choice, len(tokens), options.max_tokens),
         options.max_tokens,
-        generation.Sampling(options.temp, options.top_p, options.seed),
-        options.prefill_step or generation.default_prefill_step(),
+        Sampling(options.temp, options.top_p, options.seed),
+        options.prefill_step or default_prefill_step(),
     )
 
 

@@ -101,7 +101,7 @@ def _cache_facts(generation: Generation) -> dict[str, Any]:
         "bytes_held": cache.nbytes,
         "kv_dtype": config.kv_dtype,
         "initial_capacity": config.initial_capacity,
-        "max_write": config.max_write,
+        "spare": config.spare,
         "geometry": {
             "summary": summary(cache.geometry),
             "windows": list(cache.geometry.windows),

@@ -125,7 +125,7 @@ def _notes(found: Inspection) -> list[str]:
     config = found.config
     notes = [
         f"mlx_kvcache: flat layers double from {config.initial_capacity} rows up to the capacity"
-        f"{_capacity_text(config.capacity)}; rings hold their window and {config.max_write - 1} "
+        f"{_capacity_text(config.capacity)}; rings hold their window and {config.spare - 1} "
         "spare rows. mlx-lm: rows in steps of 256, windows without spare rows.",
     ]
     if found.prefill is not None and found.prefill > found.theirs.total.allocated:
@@ -152,7 +152,7 @@ def inspect_facts(found: Inspection) -> dict[str, Any]:
         "kv_dtype": config.kv_dtype,
         "capacity": None if config.capacity == MAX_CAPACITY else config.capacity,
         "initial_capacity": config.initial_capacity,
-        "max_write": config.max_write,
+        "spare": config.spare,
         "summary": summary(found.geometry),
         "bytes_per_token": {
             "all": found.bytes_per_token(),

@@ -35,6 +35,6 @@ def cache_choice(options: RunOptions, config: Mapping[str, Any]) -> CacheChoice:
         source,
         options.kv_dtype,
         options.initial_capacity,
-        options.max_write,
+        options.spare,
         options.windows,
     )

@@ -17,7 +17,7 @@ from mlx_kvcache.commands.op_options import (
     parse_steps,
 )
 from mlx_kvcache.commands.options import parse_windows
-from mlx_kvcache.facts.config import DEFAULT_MAX_WRITE
+from mlx_kvcache.facts.config import DEFAULT_SPARE
 
 if TYPE_CHECKING:
     from mlx_kvcache.commands.op_request import OpRequest
@@ -42,9 +42,7 @@ def op(
             show_default=False,
         ),
     ] = None,
-    max_write: Annotated[
-        int, typer.Option(min=1, help="Spare rows of a ring.")
-    ] = DEFAULT_MAX_WRITE,
+    spare: Annotated[int, typer.Option(min=1, help="Spare rows of a ring.")] = DEFAULT_SPARE,
     query_heads: Annotated[
         int | None,
         typer.Option(
@@ -97,7 +95,7 @@ def op(
 
     ```sh
     mlx-kvcache op --kv-cache 128,2,4,64
-    mlx-kvcache op --kv-cache 128,2,1,64,bfloat16 --windows 8,0 --max-write 4 --steps 20,1,1,3
+    mlx-kvcache op --kv-cache 128,2,1,64,bfloat16 --windows 8,0 --spare 4 --steps 20,1,1,3
     mlx-kvcache op --kv-cache 64,1,2,32 --query-heads 8 --value-dim 16 --sinks --softcap 30 --json
     ```
     """
@@ -117,7 +115,7 @@ def op(
         given,
         steps=wanted or (given.positions,),
         windows=parse_windows(windows) or (0,),
-        max_write=max_write,
+        spare=spare,
         scale=scale,
         softcap=softcap,
         tolerance=tolerance,

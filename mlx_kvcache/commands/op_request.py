@@ -139,7 +139,7 @@ class OpRequest:
         *,
         steps: tuple[int, ...],
         windows: tuple[int, ...],
-        max_write: int,
+        spare: int,
         scale: float | None,
         softcap: float | None,
         tolerance: float,
@@ -167,7 +167,7 @@ class OpRequest:
         )
         return cls(
             CacheGeometry((flat,) * cache.layers).with_windows(windows),
-            CacheConfig(cache.capacity, cache.dtype, max_write=max_write),
+            CacheConfig(cache.capacity, cache.dtype, spare=spare),
             tensors,
             steps,
             cache.dim**-0.5 if scale is None else scale,

@@ -144,7 +144,7 @@ def facts(request: OpRequest, results: list[OpResult]) -> dict[str, Any]:
             "summary": summary(request.geometry),
             "capacity": request.config.capacity,
             "kv_dtype": request.config.kv_dtype,
-            "max_write": request.config.max_write,
+            "spare": request.config.spare,
             "windows": list(request.geometry.windows),
             "kv_heads": request.geometry.layers[0].kv_heads,
             "key_dim": request.geometry.layers[0].key_dim,

@@ -27,7 +27,7 @@ class RunOptions:
     capacity: int | None = None
     kv_dtype: str | None = None
     initial_capacity: int | None = None
-    max_write: int | None = None
+    spare: int | None = None
     windows: tuple[int, ...] | None = None
     dtype: str | None = None
     raw: bool = False
@@ -40,7 +40,7 @@ class RunOptions:
         _check_integer("--max-tokens", self.max_tokens, 1)
         _check_integer("--capacity", self.capacity, 1)
         _check_integer("--initial-capacity", self.initial_capacity, 0)
-        _check_integer("--max-write", self.max_write, 1)
+        _check_integer("--spare", self.spare, 1)
         _check_integer("--prefill-step", self.prefill_step, 1)
         _check_integer("--seed", self.seed, 0, _MAX_SEED)
         if not (math.isfinite(self.temp) and self.temp >= 0):

@@ -10,8 +10,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_kvcache.cache.cells import MLXCellCache
-from mlx_kvcache.chat.generation import Sampling, default_prefill_step
 from mlx_kvcache.control.factory import CELL
+from mlx_kvcache.engine.choosing import choose
 from mlx_kvcache.engine.metrics import Metrics
 from mlx_kvcache.engine.passes import Passes, Row
 from mlx_kvcache.engine.requests import (
@@ -20,13 +20,10 @@ from mlx_kvcache.engine.requests import (
     LENGTH,
     STOP,
     Event,
-    RandomState,
     Request,
-    Sampler,
     Session,
     check_max_tokens,
     check_prompt,
-    check_sampling,
     check_stop,
 )
 from mlx_kvcache.engine.scheduler import Chunk, Scheduler
@@ -34,11 +31,18 @@ from mlx_kvcache.engine.sessions import SessionStore, make_cache
 from mlx_kvcache.errors import CapacityError, ConfigError, KVCacheError, SessionError
 from mlx_kvcache.facts.config import (
     DEFAULT_INITIAL_CAPACITY,
-    DEFAULT_MAX_WRITE,
+    DEFAULT_SPARE,
     CacheConfig,
 )
 from mlx_kvcache.integrations.attention import FlatModel
-from mlx_kvcache.integrations.sampling import choose, sampler_of
+from mlx_kvcache.integrations.mlx_lm import default_prefill_step
+from mlx_kvcache.integrations.sampling import (
+    RandomState,
+    Sampler,
+    Sampling,
+    check_sampling,
+    sampler_of,
+)
 
 GREEDY = Sampling()
 #: Rows that a batched session starts with, unless they are given.
@@ -73,8 +77,9 @@ class Engine(SessionStore):
         max_context: int | None = None,
         kv_dtype: str | None = None,
         initial_capacity: int | None = None,
-        max_write: int = DEFAULT_MAX_WRITE,
+        spare: int = DEFAULT_SPARE,
         windows: Sequence[int] | None = None,
+        max_write: int | None = None,
     ) -> None:
         if step_tokens is None:
             step_tokens = max(default_prefill_step(), max_active)
@@ -83,8 +88,10 @@ class Engine(SessionStore):
         if initial_capacity is None:
             # Every batched session starts with so many rows of its own.
             initial_capacity = DEFAULT_INITIAL_CAPACITY if kind == CELL else BATCHED_ROWS
-        config = CacheConfig(capacity, kv_dtype, initial_capacity, max_write)
-        self.cache = make_cache(self._model, config, kind, max_context)
+        config = CacheConfig(
+            capacity, kv_dtype, initial_capacity, spare, max_context, max_write=max_write
+        )
+        self.cache = make_cache(self._model, config, kind)
         self._passes = Passes(self._model, self.cache)
         self._max_context = min(max_context or capacity, capacity)
         self._requests: dict[int, Request] = {}

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import mlx.core as mx
-
-from mlx_kvcache.chat.generation import Sampling
 from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.facts.config import MAX_CAPACITY
+from mlx_kvcache.integrations.sampling import RandomState, Sampler, Sampling
 
 if TYPE_CHECKING:
     from mlx_kvcache.engine.engine import Engine
-
-#: Takes log-probabilities [1, vocabulary] and answers a token [1], as mlx-lm's samplers do.
-Sampler = Callable[[mx.array], mx.array]
 
 STOP = "stop"
 LENGTH = "length"
 CANCELLED = "cancelled"
 FAILED = "failed"
-
-_MAX_SEED = 2**64 - 1
 
 
 class Event(NamedTuple):
@@ -40,38 +30,6 @@ class Event(NamedTuple):
     request: Request
     token: int | None
     finish_reason: str | None
-
-
-class RandomState:
-    """A random state of its own for one request, in terms of MLX's, which is one for a thread.
-
-    MLX's state can be set by a seed only, and the state is the seed in two words.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    @classmethod
-    def of(cls, seed: int | None) -> RandomState:
-        """The state that `mx.random.seed(seed)` gives; any state for None."""
-        return cls(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Draw from this state, and put the thread's own back."""
-        outer = _current_seed()
-        mx.random.seed(self._seed)
-        try:
-            yield
-            self._seed = _current_seed()
-        finally:
-            mx.random.seed(outer)
-
-
-def _current_seed() -> int:
-    state: Any = mx.random.state
-    high, low = state[0].tolist()
-    return int(high) << 32 | int(low)
 
 
 @dataclass(eq=False)
@@ -177,19 +135,6 @@ def check_max_tokens(max_tokens: object) -> None:
     is_integer = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
     if not is_integer or not 0 <= max_tokens <= MAX_CAPACITY:  # type: ignore[operator]
         raise ConfigError(f"max_tokens must be an integer >= 0, got {max_tokens!r}")
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raise `ConfigError` for a temperature, probability or seed that cannot be."""
-    temp, top_p, seed = sampling.temp, sampling.top_p, sampling.seed
-    if not (math.isfinite(temp) and temp >= 0):
-        raise ConfigError(f"temp must be 0 (greedy) or a positive number, got {temp!r}")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"top_p must be above 0 and at most 1, got {top_p!r}")
-    if seed is not None and (
-        isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MAX_SEED
-    ):
-        raise ConfigError(f"seed must be an integer from 0 to {_MAX_SEED}, got {seed!r}")
 
 
 def check_stop(stop: Sequence[int]) -> frozenset[int]:

@@ -84,10 +84,10 @@ class SessionStore:
         return sequence
 
 
-def make_cache(model: FlatModel, config: CacheConfig, kind: str, max_context: int | None) -> Cache:
+def make_cache(model: FlatModel, config: CacheConfig, kind: str) -> Cache:
     """An empty cache of one of the two kinds. Raises `ConfigError`, `GeometryError`."""
     if kind == CELL:
-        return MLXCellCache(model.geometry, config, max_context)
+        return MLXCellCache(model.geometry, config)
     if kind == BATCHED:
-        return MLXBatchedSequenceCache(model.geometry, config, max_context)
+        return MLXBatchedSequenceCache(model.geometry, config)
     raise ConfigError(f"the kind of cache must be {CELL!r} or {BATCHED!r}, got {kind!r}")

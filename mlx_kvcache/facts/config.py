@@ -6,7 +6,8 @@ before anything is indexed or allocated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import InitVar, dataclass
 
 from mlx_kvcache.errors import ConfigError, GeometryError
 from mlx_kvcache.facts.geometry import CacheGeometry
@@ -15,7 +16,7 @@ from mlx_kvcache.facts.geometry import CacheGeometry
 MAX_CAPACITY = 2**31 - 1
 DEFAULT_INITIAL_CAPACITY = 512
 #: Spare rows of a ring: few, since every decode step of a wrapped ring reads them too.
-DEFAULT_MAX_WRITE = 64
+DEFAULT_SPARE = 64
 KV_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -27,14 +28,23 @@ class CacheConfig:
     kv_dtype: storage dtype by name ("float32", "float16", "bfloat16"); None keeps each layer in
         the dtype of its first keys and values.
     initial_capacity: rows that a flat layer starts with (0 is allowed; clamped to the capacity).
-    max_write: the spare rows of a ring: steps up to this size are written and read in place, and
+    spare: the spare rows of a ring: steps up to this size are written and read in place, and
         a ring that wrapped can be rewound by this many positions.
+    max_context: the most positions of a single sequence, where a cache holds many; None: all.
+    max_write: the former name of `spare`, deprecated.
     """
 
     capacity: int = MAX_CAPACITY
     kv_dtype: str | None = None
     initial_capacity: int = DEFAULT_INITIAL_CAPACITY
-    max_write: int = DEFAULT_MAX_WRITE
+    spare: int = DEFAULT_SPARE
+    max_context: int | None = None
+    max_write: InitVar[int | None] = None
+
+    def __post_init__(self, max_write: int | None) -> None:
+        if max_write is not None:
+            warnings.warn("max_write is called spare now", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "spare", max_write)
 
 
 def _require(field: str, value: object, minimum: int, remedy: str) -> None:
@@ -65,7 +75,9 @@ def validate(geometry: CacheGeometry, config: CacheConfig) -> None:
         0,
         "give the rows to start with (0 allocates at the first write)",
     )
-    _require("max_write", config.max_write, 1, "a ring needs at least one spare row to write to")
+    _require("spare", config.spare, 1, "a ring needs at least one spare row to write to")
+    if config.max_context is not None:
+        _require("max_context", config.max_context, 1, "leave it out for no limit of its own")
     if config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES:
         raise ConfigError(
             f"kv_dtype must be one of {', '.join(KV_DTYPES)} or None (the model's own), "

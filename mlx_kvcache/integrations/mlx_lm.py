@@ -17,7 +17,7 @@ from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.errors import GeometryError
 from mlx_kvcache.facts.config import (
     DEFAULT_INITIAL_CAPACITY,
-    DEFAULT_MAX_WRITE,
+    DEFAULT_SPARE,
     MAX_CAPACITY,
     CacheConfig,
 )
@@ -91,8 +91,9 @@ def make_prompt_cache(
     *,
     initial_capacity: int = DEFAULT_INITIAL_CAPACITY,
     kv_dtype: str | None = None,
-    max_write: int = DEFAULT_MAX_WRITE,
+    spare: int = DEFAULT_SPARE,
     windows: Sequence[int] | None = None,
+    max_write: int | None = None,
 ) -> PromptCache:
     """A prompt cache for an mlx-lm model, to be passed as `prompt_cache=` or `cache=`.
 
@@ -111,10 +112,20 @@ def make_prompt_cache(
         capacity=MAX_CAPACITY if capacity is None else capacity,
         kv_dtype=kv_dtype,
         initial_capacity=initial_capacity,
+        spare=spare,
         max_write=max_write,
     )
     sequence = MLXSequenceCache(geometry, config, MLXLMLayer)
     return PromptCache(traced.with_layers(sequence.layers), sequence)
+
+
+def default_prefill_step() -> int:
+    """Prompt tokens of one forward pass.
+
+    mlx-lm's own 2048 on a GPU. On a CPU such a pass takes many seconds and gains nothing over a
+    shorter one, after which progress shows and Ctrl-C is heard.
+    """
+    return 2048 if mx.default_device().type == mx.DeviceType.gpu else 256
 
 
 def _with_windows(geometry: CacheGeometry, windows: Sequence[int]) -> CacheGeometry:

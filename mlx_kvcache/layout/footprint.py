@@ -66,7 +66,7 @@ def sequence_rows(config: CacheConfig) -> RowRule:
             )
         if tokens == 0:
             return Extent(0, 0)
-        layout = layer_layout(policy, config.capacity, config.max_write)
+        layout = layer_layout(policy, config.capacity, config.spare)
         if not isinstance(layout, RingLayout):
             start = min(config.initial_capacity, config.capacity)
             return Extent(tokens, grown_rows(start, tokens, config.capacity))

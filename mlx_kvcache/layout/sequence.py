@@ -19,14 +19,14 @@ from mlx_kvcache.layout.runs import StepPlan
 LayerLayout = FlatLayout | RingLayout
 
 
-def layer_layout(policy: LayerPolicy, capacity: int, max_write: int) -> LayerLayout:
-    """The layout that serves a policy, with `max_write` spare rows for a ring.
+def layer_layout(policy: LayerPolicy, capacity: int, spare: int) -> LayerLayout:
+    """The layout that serves a policy, with `spare` spare rows for a ring.
 
     A window beyond the capacity hides nothing, so the ring need not be larger than that.
     """
     if policy.kind == "flat":
         return FlatLayout()
-    return RingLayout(min(policy.window, capacity), min(max_write, capacity))
+    return RingLayout(min(policy.window, capacity), min(spare, capacity))
 
 
 class SequenceLayout:
@@ -36,17 +36,17 @@ class SequenceLayout:
     the same. A refused call changes nothing.
     """
 
-    def __init__(self, policies: Sequence[LayerPolicy], capacity: int, max_write: int) -> None:
-        if not policies or capacity < 1 or max_write < 1:
+    def __init__(self, policies: Sequence[LayerPolicy], capacity: int, spare: int) -> None:
+        if not policies or capacity < 1 or spare < 1:
             raise ConfigError(
-                "a sequence needs at least one layer, a capacity and a max_write >= 1, got "
-                f"{len(policies)} layers, capacity {capacity} and max_write {max_write}"
+                "a sequence needs at least one layer, a capacity and a spare >= 1, got "
+                f"{len(policies)} layers, capacity {capacity} and spare {spare}"
             )
         self.capacity = capacity
         self._distinct: dict[LayerPolicy, LayerLayout] = {}
         for policy in policies:
             if policy not in self._distinct:
-                self._distinct[policy] = layer_layout(policy, capacity, max_write)
+                self._distinct[policy] = layer_layout(policy, capacity, spare)
         self._layers = tuple(self._distinct[policy] for policy in policies)
         self._length = 0
         self._high_water = 0
@@ -155,7 +155,7 @@ class SequenceLayout:
             raise RewindError(
                 f"cannot rewind from {self._length} to {position}: a sliding-window layer has "
                 f"overwritten rows that position {position} needs; {floor} to "
-                f"{self._length} can be reached, or 0 to start again. A larger max_write keeps "
+                f"{self._length} can be reached, or 0 to start again. A larger spare keeps "
                 "more spare rows"
             )
 

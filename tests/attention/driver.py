@@ -47,7 +47,7 @@ class Layer:
 def make_cache(
     layers: Sequence[Layer],
     *,
-    max_write: int = 3,
+    spare: int = 3,
     kv_dtype: str | None = None,
     initial_capacity: int = 4,
     capacity: int = 500,
@@ -55,9 +55,7 @@ def make_cache(
 ) -> MLXSequenceCache:
     geometry = CacheGeometry(tuple(layer.geometry() for layer in layers))
     with patch.dict(os.environ, MLX_KVCACHE_START=form):
-        return MLXSequenceCache(
-            geometry, CacheConfig(capacity, kv_dtype, initial_capacity, max_write)
-        )
+        return MLXSequenceCache(geometry, CacheConfig(capacity, kv_dtype, initial_capacity, spare))
 
 
 def observe(cache: MLXSequenceCache) -> list[Any]:

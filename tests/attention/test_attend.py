@@ -180,7 +180,7 @@ HANDED_OUT = {
 @pytest.mark.parametrize(("window", "tokens", "held"), HANDED_OUT)
 def test_what_a_cache_hands_out(window: int, tokens: int, held: int) -> None:
     layer = Layer(window=window)
-    cache = make_cache([layer], max_write=8)
+    cache = make_cache([layer], spare=8)
     random = np.random.default_rng(1)
     if held:
         cache.update_and_fetch(0, *step_rows(layer, random, 1, held)[1:])

@@ -99,7 +99,7 @@ def test_tiny_models_give_mlx_lms_logits(
 ) -> None:
     model, config = tiny(name)
     decoder = decoder_module.Decoder(config, weights_of(model))
-    cache = MLXSequenceCache(decoder.geometry, CacheConfig(max_write=4, initial_capacity=2))
+    cache = MLXSequenceCache(decoder.geometry, CacheConfig(spare=4, initial_capacity=2))
     tokens = random_tokens(config, 30)
     reference = np.array(logits_in_chunks(model, tokens, make_mlx_lm_cache(model), [30]))
     got = decode(decoder, tokens, chunks, cache)
@@ -244,7 +244,7 @@ def test_real_models_with_wrapped_windows_give_mlx_lms_tokens(
     own = decoder.geometry.windows
     windows = [NARROW if window or not any(own) else 0 for window in own]
     narrow = decoder.geometry.with_windows(windows)
-    with CacheSession(narrow, CacheConfig(max_write=4)) as session:
+    with CacheSession(narrow, CacheConfig(spare=4)) as session:
         got = list(decoder_module.generate(decoder, prompt, NEW_TOKENS, chunk=9))
         assert session.control.length > NARROW + 4, "no ring wrapped"
     assert got == reference

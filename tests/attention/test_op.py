@@ -46,7 +46,7 @@ MOVES = st.lists(st.one_of(st.integers(1, 8), st.just(1), st.integers(-6, -1)), 
     layers=st.lists(LAYERS, min_size=1, max_size=3),
     moves=MOVES,
     batch=st.integers(1, 2),
-    max_write=st.integers(1, 5),
+    spare=st.integers(1, 5),
     kv_dtype=st.sampled_from([None, "float32", "float16", "bfloat16"]),
     initial_capacity=st.integers(0, 6),
     form=st.sampled_from(["array", "integer"]),
@@ -57,7 +57,7 @@ def test_every_step_answers_what_the_oracle_answers(
     layers: list[Layer],
     moves: list[int],
     batch: int,
-    max_write: int,
+    spare: int,
     kv_dtype: str | None,
     initial_capacity: int,
     form: str,
@@ -68,7 +68,7 @@ def test_every_step_answers_what_the_oracle_answers(
         layers,
         batch,
         seed,
-        max_write=max_write,
+        spare=spare,
         kv_dtype=kv_dtype,
         initial_capacity=initial_capacity,
         form=form,
@@ -143,7 +143,7 @@ def replay(
 
 @given(
     window=st.integers(0, 6),
-    max_write=st.integers(1, 4),
+    spare=st.integers(1, 4),
     chunks=st.lists(st.integers(1, 6), min_size=2, max_size=6),
     kv_dtype=st.sampled_from([None, "float16", "bfloat16"]),
     part=st.integers(0, 1),
@@ -151,7 +151,7 @@ def replay(
 )
 def test_a_visible_row_changes_the_answer_and_an_invisible_one_does_not(
     window: int,
-    max_write: int,
+    spare: int,
     chunks: list[int],
     kv_dtype: str | None,
     part: int,
@@ -161,7 +161,7 @@ def test_a_visible_row_changes_the_answer_and_an_invisible_one_does_not(
     random = np.random.default_rng(sum(chunks))
     steps = [step_rows(layer, random, 1, tokens) for tokens in chunks]
     place = data.draw(st.integers(0, sum(chunks) - 1))
-    choices = {"max_write": max_write, "kv_dtype": kv_dtype}
+    choices = {"spare": spare, "kv_dtype": kv_dtype}
     plain = replay(layer, steps, **choices)
     other = replay(layer, steps, (place, part), **choices)
     for query in range(sum(chunks)):
@@ -177,7 +177,7 @@ def test_what_was_rewound_leaves_no_trace(window: int) -> None:
     layer = Layer(window=window, group=2)
 
     def run(seed: int) -> list[bytes]:
-        cache = make_cache([layer], max_write=4)
+        cache = make_cache([layer], spare=4)
         kept, dropped = np.random.default_rng(1), np.random.default_rng(seed)
         answers = []
         for start, tokens, random in ((0, 9, kept), (9, 3, dropped), (9, 2, kept), (11, 1, kept)):
@@ -229,7 +229,7 @@ def test_every_form_of_positions_means_the_same(form: str) -> None:
 def test_a_shared_layer_reads_the_donors_rows_and_not_its_own() -> None:
     layer = Layer(window=4, readers=2)
     random = np.random.default_rng(8)
-    cache = make_cache([layer], max_write=2)
+    cache = make_cache([layer], spare=2)
     # 6 tokens are more than the ring keeps: the answer is held for the readers of this step.
     rows = step_rows(layer, random, 1, 6)
     donor = update_and_attend(*rows, 0, 0, 1.0, cache=cache)
@@ -278,7 +278,7 @@ def test_layers_of_a_step_may_be_written_by_others_too(tokens: int, is_masked: b
 def test_a_wrapped_ring_is_read_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking for the mask before the write spares a copy of the ring in every decode step."""
     layer = Layer(window=4)
-    cache = make_cache([layer], max_write=3)
+    cache = make_cache([layer], spare=3)
     random = np.random.default_rng(9)
     update_and_attend(*step_rows(layer, random, 1, 6), 0, 0, 1.0, cache=cache)
     rows_read = []

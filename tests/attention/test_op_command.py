@@ -32,7 +32,7 @@ def report(*arguments: str | Path) -> dict[str, Any]:
     return facts
 
 
-RING = ("--kv-cache", "64,2,1,8", "--windows", "4,0", "--max-write", "2", "--steps", "9,1,1,2,3")
+RING = ("--kv-cache", "64,2,1,8", "--windows", "4,0", "--spare", "2", "--steps", "9,1,1,2,3")
 
 
 def test_flat_layers() -> None:
@@ -47,7 +47,7 @@ def test_flat_layers() -> None:
 
 def test_everything_at_once() -> None:
     facts = report(
-        *("--kv-cache", "64,3,2,8,bfloat16", "--windows", "0,1,5", "--max-write", "3"),
+        *("--kv-cache", "64,3,2,8,bfloat16", "--windows", "0,1,5", "--spare", "3"),
         *("--steps", "1,7,1,1,9,2", "--query-heads", "6", "--value-dim", "5", "--batch", "2"),
         *("--sinks", "--softcap", "3", "--scale", "0.9", "--seed", "4"),
     )
@@ -230,7 +230,7 @@ def test_files_that_are_no_archives(tmp_path: Path) -> None:
         (["--kv-cache", "64,1,2,8", "--softcap", "0"], "softcap must be"),
         (["--kv-cache", "64,1,2,8", "--scale", "nan"], "scale must be finite"),
         (["--kv-cache", "64,1,2,8", "--tolerance", "0"], "--tolerance must be"),
-        (["--kv-cache", "64,1,2,8", "--max-write", "0"], "max-write"),
+        (["--kv-cache", "64,1,2,8", "--spare", "0"], "spare"),
         ([], "--kv-cache"),
     ],
 )

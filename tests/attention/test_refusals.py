@@ -223,7 +223,7 @@ def test_a_rewound_step_is_no_longer_the_last_one(cache: MLXSequenceCache) -> No
 
 def test_a_large_step_is_only_read_again_by_layers_that_are_marked_shared() -> None:
     layer = Layer(window=4)
-    cache = make_cache([layer], max_write=2)
+    cache = make_cache([layer], spare=2)
     rows = step_rows(layer, np.random.default_rng(1), 1, 9)
     update_and_attend(*rows, 0, 0, 1.0, cache=cache)
     before = observe(cache)

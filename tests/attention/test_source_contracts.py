@@ -64,7 +64,7 @@ def test_ring_plans_up_to_its_spare_rows(window: int, spare: int) -> None:
 
 def test_a_step_larger_than_the_spare_rows_is_answered_and_not_refused() -> None:
     layer = Layer(window=3)
-    chunked, whole = make_cache([layer], max_write=2), make_cache([layer], max_write=20)
+    chunked, whole = make_cache([layer], spare=2), make_cache([layer], spare=20)
     rows = step_rows(layer, np.random.default_rng(0), 1, 11)
     one = update_and_attend(*rows, 0, 0, 1.0, cache=chunked)
     other = update_and_attend(*rows, 0, 0, 1.0, cache=whole)
@@ -72,16 +72,16 @@ def test_a_step_larger_than_the_spare_rows_is_answered_and_not_refused() -> None
     assert (chunked.layers[0].rows, whole.layers[0].rows) == (4, 22)
 
 
-def sequence(*windows: int, length: int, max_write: int, capacity: int = 40) -> SequenceLayout:
+def sequence(*windows: int, length: int, spare: int, capacity: int = 40) -> SequenceLayout:
     policies = [LayerPolicy.from_window(window) for window in windows]
-    layout = SequenceLayout(policies, capacity, max_write)
+    layout = SequenceLayout(policies, capacity, spare)
     for position in range(length):
         layout.append(position, 1)
     return layout
 
 
 def test_capacity_bounds_positions_of_rings_too() -> None:
-    layout = sequence(4, length=38, max_write=1)
+    layout = sequence(4, length=38, spare=1)
     assert layout.can_extend(2)
     assert not layout.can_extend(3)
     with pytest.raises(CapacityError):
@@ -92,7 +92,7 @@ def test_capacity_bounds_positions_of_rings_too() -> None:
 
 
 def test_gaps_and_empty_steps_are_refused() -> None:
-    layout = sequence(0, length=5, max_write=1)
+    layout = sequence(0, length=5, spare=1)
     for position, count in ((6, 1), (3, 1), (5, 0), (-1, 1)):
         with pytest.raises(PositionError):
             layout.plan(0, position, count)
@@ -100,7 +100,7 @@ def test_gaps_and_empty_steps_are_refused() -> None:
 
 @pytest.mark.parametrize(("target", "is_possible"), [(5, False), (6, True), (11, False)])
 def test_the_rewinds_that_are_pinned(target: int, is_possible: bool) -> None:
-    layout = sequence(0, 4, length=10, max_write=4)
+    layout = sequence(0, 4, length=10, spare=4)
     if is_possible:
         layout.rewind(target)
         assert layout.length == target
@@ -110,19 +110,19 @@ def test_the_rewinds_that_are_pinned(target: int, is_possible: bool) -> None:
     assert layout.length == 10
 
 
-@pytest.mark.parametrize("max_write", [1, 3, 5])
-def test_the_floor_follows_the_spare_rows_and_not_the_window(max_write: int) -> None:
-    layout = sequence(4, length=21, max_write=max_write)
+@pytest.mark.parametrize("spare", [1, 3, 5])
+def test_the_floor_follows_the_spare_rows_and_not_the_window(spare: int) -> None:
+    layout = sequence(4, length=21, spare=spare)
     with pytest.raises(RewindError):
-        layout.rewind(21 - max_write - 1)
-    layout.rewind(21 - max_write)
+        layout.rewind(21 - spare - 1)
+    layout.rewind(21 - spare)
     # The high water stays: a second rewind cannot go deeper than the first.
     with pytest.raises(RewindError):
-        layout.rewind(21 - max_write - 1)
+        layout.rewind(21 - spare - 1)
 
 
 def test_a_second_rewind_does_not_reach_overwritten_rows() -> None:
-    layout = sequence(4, length=10, max_write=4)
+    layout = sequence(4, length=10, spare=4)
     layout.rewind(6)
     with pytest.raises(RewindError):
         layout.rewind(2)
@@ -167,7 +167,7 @@ def test_a_step_over_a_window_gets_the_band_that_is_pinned(held: int, tokens: in
     window = 4
     layer = Layer(window=window)
     # Steps beyond the spare rows are answered in logical order, as the band is written.
-    cache = make_cache([layer], max_write=2)
+    cache = make_cache([layer], spare=2)
     random = np.random.default_rng(0)
     update_and_attend(*step_rows(layer, random, 1, held), 0, 0, 1.0, cache=cache)
     mask = AttendSpec.from_mask(cache.layers[0].mask_at(held, tokens)).mask

@@ -30,7 +30,7 @@ def run_all() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_long_schedules(form: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_KVCACHE_START", form)
-    driver = Driver(MLXBatchedSequenceCache, WINDOWS, capacity=90, max_write=seed + 1, seed=seed)
+    driver = Driver(MLXBatchedSequenceCache, WINDOWS, capacity=90, spare=seed + 1, seed=seed)
     met = run_schedule(driver, 200, seed)
     for what in ("step", "step over several", "fork", "rewind", "remove", "refused rewind"):
         assert met[what] > 0, f"{what} was never met"

@@ -44,7 +44,7 @@ def test_spans_of_one_sequence_continue_each_other() -> None:
 
 
 def test_rings_wrap_and_evict() -> None:
-    run = driver(3, max_write=2)
+    run = driver(3, spare=2)
     a, b = run.new(), run.new()
     for _ in range(5):
         run.step([(a, 1), (b, 2)])
@@ -114,7 +114,7 @@ def test_a_refused_declaration_leaves_the_previous_one_standing() -> None:
 
 
 def test_forks_diverge() -> None:
-    run = driver(0, 3, max_write=2)
+    run = driver(0, 3, spare=2)
     a = run.new()
     run.step([(a, 3)])
     for up_to in (None, 2, 0):
@@ -125,7 +125,7 @@ def test_forks_diverge() -> None:
 
 
 def test_a_fork_of_a_wrapped_ring_reaches_as_far_back_as_its_spare_rows() -> None:
-    run = driver(0, 4, max_write=3, capacity=200)
+    run = driver(0, 4, spare=3, capacity=200)
     a = run.new()
     for _ in range(21):
         run.step([(a, 1)])
@@ -186,7 +186,7 @@ def test_one_answer_needs_one_sequence() -> None:
 
 
 def test_an_interrupted_step_can_be_taken_back() -> None:
-    run = driver(0, 3, 3, max_write=2)
+    run = driver(0, 3, 3, spare=2)
     a, b = run.new(), run.new()
     for _ in range(4):
         run.step([(a, 1), (b, 2)])

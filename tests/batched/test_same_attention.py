@@ -33,7 +33,7 @@ class Pair:
     """A cache of many sequences next to one cache for each."""
 
     def __init__(self, cache_class: Any, kv_dtype: str | None = None, seed: int = 0) -> None:
-        self.config = CacheConfig(2000, kv_dtype, initial_capacity=4, max_write=3)
+        self.config = CacheConfig(2000, kv_dtype, initial_capacity=4, spare=3)
         self.many = cache_class(GEOMETRY, self.config)
         self.single: dict[int, MLXSequenceCache] = {}
         self.random = np.random.default_rng(seed)

@@ -164,14 +164,14 @@ class Session:
         *,
         batch: int = 1,
         capacity: int = 1000,
-        max_write: int = 3,
+        spare: int = 3,
         initial_capacity: int = 4,
         kv_dtype: str | None = None,
         forms: Sequence[str] = FORMS,
         seed: int = 0,
     ) -> None:
         geometry = CacheGeometry(tuple(shape.geometry() for shape in shapes))
-        config = CacheConfig(capacity, kv_dtype, initial_capacity, max_write)
+        config = CacheConfig(capacity, kv_dtype, initial_capacity, spare)
         self.shapes = tuple(shapes)
         self.config = config
         self.caches = [make_cache(geometry, config, form) for form in forms]
@@ -204,14 +204,14 @@ class Session:
     def ring_size(self, layer: int) -> int:
         capacity = self.config.capacity
         window = min(self.shapes[layer].window, capacity)
-        return window + min(self.config.max_write, capacity) - 1 if window else 0
+        return window + min(self.config.spare, capacity) - 1 if window else 0
 
     def floor(self) -> int:
         """The floor rule, which the layout tests prove slot by slot."""
         floors = [0]
         for layer, shape in enumerate(self.shapes):
             if shape.window > 1 and self.high_water > self.ring_size(layer):
-                floors.append(self.high_water - min(self.config.max_write, self.config.capacity))
+                floors.append(self.high_water - min(self.config.spare, self.config.capacity))
         return max(floors)
 
     def rows(self, layer: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -40,7 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
         shapes=SHAPES,
         batch=st.integers(1, 3),
         capacity=st.sampled_from([1, 7, 20, 33, 100, 1000]),
-        max_write=st.integers(1, 6),
+        spare=st.integers(1, 6),
         initial_capacity=st.sampled_from([0, 1, 3, 4, 10, 512]),
         kv_dtype=st.sampled_from([None, None, "float32", "float16", "bfloat16"]),
     )

@@ -17,7 +17,7 @@ from .oracle import simple_geometry
 NOT_INTEGERS = [None, "8", 1.0, 1.5, True, False, [4], mx.array(4)]
 
 
-@pytest.mark.parametrize("field", ["capacity", "initial_capacity", "max_write"])
+@pytest.mark.parametrize("field", ["capacity", "initial_capacity", "spare"])
 @pytest.mark.parametrize("value", [*NOT_INTEGERS, -1, -(2**40), MAX_CAPACITY + 1, 2**70], ids=repr)
 def test_a_config_field_out_of_range(field: str, value: Any) -> None:
     config = CacheConfig(**{field: value})
@@ -37,8 +37,8 @@ def test_the_least_value_of_a_field_is_accepted(field: str, accepted: int) -> No
 
 
 def test_no_spare_row_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_write"):
-        MLXSequenceCache(simple_geometry(0), CacheConfig(max_write=0))
+    with pytest.raises(ConfigError, match="spare"):
+        MLXSequenceCache(simple_geometry(0), CacheConfig(spare=0))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_rows_stop_at_the_capacity() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_ring_grows_to_its_size_and_no_further(form: str) -> None:
-    config = CacheConfig(10_000, initial_capacity=4, max_write=8)
+    config = CacheConfig(10_000, initial_capacity=4, spare=8)
     cache = make_cache(simple_geometry(50), config, form)
     seen = []
     for _ in range(200):
@@ -108,7 +108,7 @@ def test_a_clear_keeps_the_rows_and_a_new_batch_takes_as_many() -> None:
 
 def test_one_wide_step_first() -> None:
     """The first step is larger than everything: initial rows, window and ring."""
-    run = Session([Shape(0), Shape(3), Shape(1)], initial_capacity=0, max_write=2)
+    run = Session([Shape(0), Shape(3), Shape(1)], initial_capacity=0, spare=2)
     run.step(77)
     run.step(1)
     run.flush()

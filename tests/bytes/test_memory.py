@@ -40,7 +40,7 @@ def geometry() -> CacheGeometry:
 
 def used_cache() -> MLXSequenceCache:
     """About 4 MiB of pools, after steps of every kind."""
-    cache = MLXSequenceCache(geometry(), CacheConfig(4096, max_write=8), WatchedLayer)
+    cache = MLXSequenceCache(geometry(), CacheConfig(4096, spare=8), WatchedLayer)
     for count in (5, 700, 1, 1, 3, 300, 1):
         rows = mx.ones((1, 4, count, 64))
         for layer in range(4):
@@ -119,7 +119,7 @@ def step(layers: list[MLXLMLayer], count: int, fill: float) -> list[mx.array]:
 @pytest.mark.parametrize("what", ["layers", "cache"])
 def test_a_deep_copy_is_independent(form: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_KVCACHE_START", form)
-    config = CacheConfig(100, initial_capacity=2, max_write=2)
+    config = CacheConfig(100, initial_capacity=2, spare=2)
     for length in range(1, 9):
         cache = MLXSequenceCache(simple_geometry(0, 3, 3), config, MLXLMLayer)
         for position in range(length):

@@ -32,7 +32,7 @@ Bad = Callable[[MLXSequenceCache, int], object]
 
 
 def begun(kv_dtype: str | None = None) -> Session:
-    return Session(SHAPES, capacity=CAPACITY, max_write=3, kv_dtype=kv_dtype)
+    return Session(SHAPES, capacity=CAPACITY, spare=3, kv_dtype=kv_dtype)
 
 
 def flat_only(run: Session) -> None:

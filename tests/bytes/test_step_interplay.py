@@ -52,7 +52,7 @@ def test_rows_are_read_again_after_a_reservation() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_masks_for_other_counts_do_not_change_the_order_of_the_rows(count: int, decoy: int) -> None:
     for length in range(4, 16):
-        run = filled(session(4, max_write=4), length)
+        run = filled(session(4, spare=4), length)
         run.step(count, [Question(decoys=(decoy,))])
         run.flush()
 
@@ -62,7 +62,7 @@ def test_masks_for_other_counts_do_not_change_the_order_of_the_rows(count: int, 
 def test_a_mask_asked_for_after_another_layer_was_written(count: int, narrow: int | None) -> None:
     """The first layer of the policy was not asked for a mask, the second is."""
     for length in range(4, 16):
-        run = filled(session(4, 4, max_write=4), length)
+        run = filled(session(4, 4, spare=4), length)
         run.step(count, [None, Question(narrow)])
         run.flush()
 
@@ -70,7 +70,7 @@ def test_a_mask_asked_for_after_another_layer_was_written(count: int, narrow: in
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_a_mask_that_is_abandoned_does_not_outlive_a_rewind(count: int) -> None:
     for length in range(5, 16):
-        run = filled(session(4, max_write=4), length)
+        run = filled(session(4, spare=4), length)
         run.ask(0, count, ASK)
         assert run.rewind(length)
         run.step(count)
@@ -104,7 +104,7 @@ def test_a_torn_step_around_growth(
     """A layer that missed the step in which the pools grew is never written out of bounds."""
     layers = range(len(windows))
     for length, written in itertools.product(range(1, 10), layers):
-        run = filled(session(*windows, max_write=4, initial_capacity=2), length)
+        run = filled(session(*windows, spare=4, initial_capacity=2), length)
         run.step(1, None, [written])
         run.flush()
         order = {"rewind": None, "trim what is beyond": layers}.get(repair, layers[::-1])

@@ -24,7 +24,7 @@ def walk(seed: int, kv_dtype: str | None = None) -> None:
     choose = random.Random(seed)
     windows = [0, 5, choose.choice([2, 3, 8])]
     shapes = [Shape(window, key_dim=3) for window in windows]
-    session = Session(shapes, max_write=choose.choice([2, 3, 4]), kv_dtype=kv_dtype, seed=seed)
+    session = Session(shapes, spare=choose.choice([2, 3, 4]), kv_dtype=kv_dtype, seed=seed)
     for _ in range(25):
         if choose.random() < 0.75:
             count = choose.choice([1, 1, 1, 2, 3, 5, 14])

@@ -111,17 +111,15 @@ class Driver(Generic[CacheType]):
         *,
         capacity: int = 40,
         initial_capacity: int = 2,
-        max_write: int = 2,
+        spare: int = 2,
         shared: Iterable[int] = (3,),
         max_context: int | None = None,
         seed: int = 0,
     ) -> None:
         self.windows = tuple(windows)
-        self.config = CacheConfig(capacity, None, initial_capacity, max_write)
+        self.config = CacheConfig(capacity, None, initial_capacity, spare, max_context)
         self.shared = frozenset(shared)
-        self.cache: CacheType = cache_class(
-            geometry_of(windows, self.shared), self.config, max_context
-        )
+        self.cache: CacheType = cache_class(geometry_of(windows, self.shared), self.config)
         self.truth: dict[int, list[Token]] = {}
         self.high_water: dict[int, int] = {}
         self.random = np.random.default_rng(seed)
@@ -177,7 +175,7 @@ class Driver(Generic[CacheType]):
         """
         if isinstance(self.cache, MLXCellCache) or position == 0:
             return True
-        high, spare = self.high_water[sequence], self.config.max_write
+        high, spare = self.high_water[sequence], self.config.spare
         return all(
             position - window + 1 >= high - (window + spare - 1) or high <= window + spare - 1
             for window in self.windows
@@ -359,7 +357,7 @@ def check_batched(
             if not tokens[first:]:
                 continue
             keys, values = numbers(layer.keys), numbers(layer.values)
-            size = window + cache.config.max_write - 1 if window else 0
+            size = window + cache.config.spare - 1 if window else 0
             for position in range(first, len(tokens)):
                 slot = position % size if size else position
                 row = Row(keys[0, :, slot], values[0, :, slot])

@@ -43,7 +43,7 @@ class SharedMachine(RuleBasedStateMachine):
     @initialize(
         windows=st.sampled_from([(0, 3, 0, 5), (4, 4, 4), (0, 0), (1, 0, 2)]),
         capacity=st.sampled_from([16, 30, 80]),
-        max_write=st.integers(1, 3),
+        spare=st.integers(1, 3),
         initial=st.integers(0, 4),
         seed=st.integers(0, 1000),
         lengths=st.lists(st.integers(0, 4), min_size=1, max_size=3),
@@ -52,7 +52,7 @@ class SharedMachine(RuleBasedStateMachine):
         self,
         windows: tuple[int, ...],
         capacity: int,
-        max_write: int,
+        spare: int,
         initial: int,
         seed: int,
         lengths: list[int],
@@ -61,7 +61,7 @@ class SharedMachine(RuleBasedStateMachine):
             self.cache_class,
             windows,
             capacity=capacity,
-            max_write=max_write,
+            spare=spare,
             initial_capacity=initial,
             shared=[len(windows) - 1],
             max_context=None if seed % 2 else 14,
@@ -315,7 +315,7 @@ class SharedMachine(RuleBasedStateMachine):
             except GeometryError:
                 # The rows of a step wider than a ring's spare rows are kept for shared layers.
                 assert isinstance(run.cache, MLXBatchedSequenceCache)
-                assert tokens > run.config.max_write
+                assert tokens > run.config.spare
             else:
                 assert again.shape[2] == tokens
 

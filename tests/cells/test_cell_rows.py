@@ -237,4 +237,4 @@ def test_every_constructor_validates() -> None:
     with pytest.raises(ConfigError, match="capacity"):
         make(0, capacity=0)
     with pytest.raises(ConfigError, match="max_context"):
-        MLXCellCache(geometry_of((0,)), CacheConfig(10), max_context=0)
+        MLXCellCache(geometry_of((0,)), CacheConfig(10, max_context=0))

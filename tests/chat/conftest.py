@@ -82,18 +82,18 @@ def loaded(directories: Callable[..., Path]) -> Callable[..., Loaded]:
 
 @pytest.fixture
 def begin(loaded: Callable[..., Loaded]) -> Callable[..., Conversation]:
-    """`begin(family, template, capacity=..., max_write=..., **options)`: a new conversation."""
+    """`begin(family, template, capacity=..., spare=..., **options)`: a new conversation."""
 
     def conversation(
         family: str = "llama",
         template: str | None = TEMPLATE,
         *,
         capacity: int | None = None,
-        max_write: int = 64,
+        spare: int = 64,
         **options: Any,
     ) -> Conversation:
         model, tokenizer = loaded(family, template)
-        cache = make_prompt_cache(model, capacity, max_write=max_write, initial_capacity=4)
+        cache = make_prompt_cache(model, capacity, spare=spare, initial_capacity=4)
         options = {"max_tokens": 6, **options}
         return Conversation(model, tokenizer, cache, ChatOptions(**options))
 

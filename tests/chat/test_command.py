@@ -93,7 +93,7 @@ def test_undo_of_tokens(chat, directories, loaded):
 
 def test_undo_beyond_the_rings_is_refused_and_the_next_turn_is_right(chat, directories):
     texts = (words(*range(20, 40)), words(5))
-    result = chat(directories(), lines_of(*texts, "/undo 9", words(7)), *SHORT, "--max-write", "4")
+    result = chat(directories(), lines_of(*texts, "/undo 9", words(7)), *SHORT, "--spare", "4")
     assert result.exit_code == 2
     (refusal,) = said(result)
     assert refusal.startswith("error: cannot rewind from 45 to 36: a sliding-window layer has ")
@@ -101,7 +101,7 @@ def test_undo_beyond_the_rings_is_refused_and_the_next_turn_is_right(chat, direc
     third = result.stdout.splitlines()[2]
     whole = chat(directories(), lines_of(*texts, words(7)), *SHORT)
     assert third == whole.stdout.splitlines()[2]
-    within = chat(directories(), lines_of(*texts, "/undo 4", words(7)), *SHORT, "--max-write", "4")
+    within = chat(directories(), lines_of(*texts, "/undo 4", words(7)), *SHORT, "--spare", "4")
     assert within.exit_code == 0
     assert within.stdout.splitlines()[2] != third
 
@@ -153,9 +153,7 @@ def test_stats(chat, directories):
     )
     assert lines[6].startswith("cache   2 flat + 2 ring(8) layers, 13/512 positions, ")
     assert result.stdout.count("\n") == 1
-    rings = chat(
-        directories(), lines_of(words(*range(20, 40)), "/stats"), *SHORT, "--max-write", "4"
-    )
+    rings = chat(directories(), lines_of(words(*range(20, 40)), "/stats"), *SHORT, "--spare", "4")
     assert said(rings)[3] == "undo    positions that can be reached: 28 and up, or 0"
     hybrid = chat(directories("qwen3_next"), lines_of(words(5), "/stats"), *SHORT)
     line = said(hybrid)[3]
@@ -280,7 +278,7 @@ def test_options_reach_the_model_and_the_cache(chat, directories, loaded):
     assert one == again != other
     narrow = chat(
         directories(), lines_of("/stats"), "--windows", "6", "--kv-dtype", "bfloat16",
-        "--initial-capacity", "16", "--max-write", "2", "--capacity", "64",
+        "--initial-capacity", "16", "--spare", "2", "--capacity", "64",
     )  # fmt: skip
     assert "4 ring(6) layers, 0/64 positions" in narrow.stderr
     for flag, value in (("--max-tokens", "0"), ("--temp", "-1"), ("--capacity", "0")):

@@ -16,7 +16,7 @@ FAMILIES = ("llama", "gemma3_text", "qwen3_next")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forks_diverge_and_do_not_disturb_each_other(begin, family):
-    trunk = begin(family, max_write=32)
+    trunk = begin(family, spare=32)
     say(trunk, words(*range(20, 40)))
     shared = list(trunk.tokens)
     one, other = trunk.fork(), trunk.fork()

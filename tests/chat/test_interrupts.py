@@ -65,7 +65,7 @@ def test_stop_while_the_turn_is_read_takes_it_out_again(begin, family, read):
 
 
 def test_a_turn_that_cannot_be_taken_out_of_the_rings_is_read_again(begin):
-    conversation = begin("llama", prefill_step=8, max_write=4)
+    conversation = begin("llama", prefill_step=8, spare=4)
     notices = []
     conversation.on_notice = notices.append
     first = say(conversation, words(5))
@@ -141,7 +141,7 @@ def test_an_interrupt_in_the_middle_of_any_step(begin, monkeypatch, family, owne
     while exploded:
         fuse += 1
         # The ring of 15 rows wraps in the first turn and once more in the second.
-        conversation = begin(family, max_write=8, prefill_step=5, max_tokens=3)
+        conversation = begin(family, spare=8, prefill_step=5, max_tokens=3)
         say(conversation, words(*range(20, 32)))
         before = list(conversation.tokens)
         with monkeypatch.context() as patch:

@@ -82,7 +82,7 @@ def test_gemma3_goes_back_within_its_wrapped_rings(gemma3):
     model, tokenizer = gemma3
     text = "Once upon a time there was a river, and the river said to the sea: " * 40
     conversation = Conversation(
-        model, tokenizer, make_prompt_cache(model, max_write=64), ChatOptions(max_tokens=20)
+        model, tokenizer, make_prompt_cache(model, spare=64), ChatOptions(max_tokens=20)
     )
     say(conversation, text)
     length = len(conversation.tokens)

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_kvcache import make_prompt_cache
 from mlx_kvcache.chat.conversation import ChatOptions, Conversation, common_prefix, spans
-from mlx_kvcache.chat.generation import Sampling
 from mlx_kvcache.chat.script import TemplateScript
 from mlx_kvcache.control.registry import REGISTRY
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.integrations.sampling import Sampling
 from tests.cli.tiny import words
 
 from .cold import check_answer, check_cache, greedy, say
@@ -209,7 +209,7 @@ def test_a_template_that_changes_the_very_beginning_is_followed(begin, family):
 
 
 def test_history_rewritten_beyond_the_rings_is_read_again(begin, monkeypatch):
-    conversation = begin("llama", FORGETFUL, max_write=2, max_tokens=12)
+    conversation = begin("llama", FORGETFUL, spare=2, max_tokens=12)
     notices = []
     conversation.on_notice = notices.append
     say(conversation, words(5, 17))

@@ -29,7 +29,7 @@ def snapshot(conversation):
 
 def wrapped(begin, family, template, **options):
     """A conversation of 3 turns, the newest of which is shorter than the spare rows."""
-    conversation = begin(family, *template, max_write=SPARE, **options)
+    conversation = begin(family, *template, spare=SPARE, **options)
     for text in (words(*range(20, 40)), words(5, 17, 40, 11), words(61)):
         say(conversation, text)
     assert len(conversation.tokens) > 8 + SPARE
@@ -78,7 +78,7 @@ def test_undo_beyond_the_spare_rows_is_refused_and_changes_nothing(begin, templa
 
 
 def test_more_spare_rows_reach_further(begin):
-    conversation = begin("llama", max_write=60)
+    conversation = begin("llama", spare=60)
     for text in (words(*range(20, 40)), words(5, 17, 40), words(61)):
         say(conversation, text)
     conversation.undo()

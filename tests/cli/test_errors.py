@@ -84,7 +84,7 @@ def test_a_prompt_alone_over_capacity(run, llama, calls):
         ("--capacity", str(2**31), f"got {2**31}"),
         ("--kv-dtype", "int8", "--kv-dtype must be one of float32, float16, bfloat16, got 'int8'"),
         ("--initial-capacity", "-1", "--initial-capacity must be between 0 and"),
-        ("--max-write", "0", "--max-write must be between 1 and"),
+        ("--spare", "0", "--spare must be between 1 and"),
         ("--windows", "", "--windows must be integers separated by commas"),
         ("--windows", "8,", "--windows must be integers"),
         ("--windows", "8;8", "got '8;8'"),

@@ -69,11 +69,11 @@ def test_our_figures_are_the_arrays(tokens, size):
 
 
 @pytest.mark.parametrize("initial", [0, 1, 3, 16, 100])
-@pytest.mark.parametrize("max_write", [1, 2, 5, 200])
+@pytest.mark.parametrize("spare", [1, 2, 5, 200])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 8, 9, 12, 13, 24, 25, 99, 100])
-def test_our_figures_for_other_choices(initial, max_write, tokens):
+def test_our_figures_for_other_choices(initial, spare, tokens):
     shape = geometry(0, 1, 8, 9, 1000)
-    config = CacheConfig(100, "float32", initial, max_write)
+    config = CacheConfig(100, "float32", initial, spare)
     told = sequence_footprint(shape, tokens, config, 4)
     for size in (1, 6, 100):
         cache = filled(shape, config, steps_up_to(tokens, size))

@@ -135,11 +135,11 @@ def test_a_long_prompt_is_reserved_at_once_with_its_answer(run, flat_llama):
     assert long["bytes_held"] in (1024 * bytes_per_row, 2000 * bytes_per_row)
 
 
-def test_max_write_is_the_spare_rows_of_the_rings(run, llama):
+def test_spare_is_the_spare_rows_of_the_rings(run, llama):
     base = ("generate", words(*PROMPT), "--model", llama, "--max-tokens", "8", "--json")
     row = 2 * (16 + 16) * 4
-    one = answer(run(*base, "--max-write", "1"))["cache"]
-    five = answer(run(*base, "--max-write", "5"))["cache"]
+    one = answer(run(*base, "--spare", "1"))["cache"]
+    five = answer(run(*base, "--spare", "5"))["cache"]
     rings = sum(1 for window in one["geometry"]["windows"] if window)
     assert rings > 0
     assert five["bytes_held"] - one["bytes_held"] == rings * 4 * row

@@ -11,7 +11,7 @@ GEOMETRY = CacheGeometry(
         LayerGeometry(LayerPolicy.ring(4), kv_heads=1, key_dim=4, value_dim=4),
     )
 )
-CONFIG = CacheConfig(capacity=32, initial_capacity=2, max_write=3)
+CONFIG = CacheConfig(capacity=32, initial_capacity=2, spare=3)
 
 
 class PlainCache:

@@ -26,7 +26,7 @@ REFUSED = [
     for field, values in {
         "capacity": [0, -1, MAX_CAPACITY + 1],
         "initial_capacity": [-1, MAX_CAPACITY + 1],
-        "max_write": [0, -1],
+        "spare": [0, -1],
     }.items()
     for value in [*values, True, 8.0, "8"]
 ] + [("kv_dtype", value) for value in ("int8", "fp16", 4)]

@@ -12,8 +12,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
 from mlx_kvcache import make_prompt_cache
-from mlx_kvcache.chat.generation import Sampling
 from mlx_kvcache.engine import Engine, Request
+from mlx_kvcache.integrations.sampling import Sampling
 from tests.families.build import all_families, build
 
 KINDS = ("cell", "batched")

@@ -150,7 +150,7 @@ def test_a_pass_that_raises_fails_only_who_it_raises_for(monkeypatch, kind):
     good, bad = prompts_of("llama", (9, 9))
     marked = [*bad[:-1], 90]
     good = [token if token != 90 else 1 for token in good]
-    engine = Engine(model, 300, kind, max_write=4)
+    engine = Engine(model, 300, kind, spare=4)
     stop_forward(monkeypatch, lambda _, tokens: 90 in tokens, ValueError("out of memory"))
     request = engine.submit(good, max_tokens=COUNT)
     failing = engine.submit(marked, max_tokens=COUNT)
@@ -166,7 +166,7 @@ def test_a_pass_that_raises_fails_only_who_it_raises_for(monkeypatch, kind):
 def test_an_interrupted_step_is_taken_back_and_can_be_run_again(monkeypatch, kind):
     model = tiny("llama")
     prompts = prompts_of("llama", (9, 14))
-    engine = Engine(model, 300, kind, max_write=8, step_tokens=8, max_active=4)
+    engine = Engine(model, 300, kind, spare=8, step_tokens=8, max_active=4)
     requests = [engine.submit(prompt, max_tokens=COUNT) for prompt in prompts]
     stop_forward(monkeypatch, lambda number, _: number % 3 == 1, KeyboardInterrupt())
     interrupts = 0
@@ -186,7 +186,7 @@ def test_an_interrupted_step_is_taken_back_and_can_be_run_again(monkeypatch, kin
 def test_an_interrupt_after_a_pass_costs_nothing_but_the_pass(monkeypatch, kind):
     model = tiny("llama")
     prompts = prompts_of("llama", (9, 14))
-    engine = Engine(model, 300, kind, max_write=2, step_tokens=8, max_active=4)
+    engine = Engine(model, 300, kind, spare=2, step_tokens=8, max_active=4)
     parent = engine.open()
     parent.submit(prompts[1], max_tokens=0)
     requests = [engine.submit(prompt, max_tokens=COUNT) for prompt in prompts]

@@ -70,7 +70,7 @@ def test_a_family_is_refused_or_answers_as_alone(family):
         return
     prompts = prompts_of(family, (3, 30, 11))
     expected = [alone(model, prompt, COUNT) for prompt in prompts]
-    engine = Engine(model, 128, kind, step_tokens=13, max_active=4, max_write=2)
+    engine = Engine(model, 128, kind, step_tokens=13, max_active=4, spare=2)
     requests = [engine.submit(prompt, max_tokens=COUNT) for prompt in prompts]
     run(engine)
     assert [request.tokens for request in requests] == expected

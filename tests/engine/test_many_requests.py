@@ -8,9 +8,9 @@ from collections import Counter
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.chat.generation import Sampling
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import KVCacheError
+from mlx_kvcache.integrations.sampling import Sampling
 
 from .running import KINDS, alone, prompts_of, tiny
 
@@ -25,7 +25,7 @@ def test_a_thousand_requests(kind):
     lengths = [generator.randrange(1, 24) for _ in range(DISTINCT)]
     prompts = prompts_of("llama", lengths, seed=3)
     whole = [alone(model, prompt, 12) for prompt in prompts]
-    engine = Engine(model, 160, kind, max_active=8, step_tokens=24, initial_capacity=0, max_write=2)
+    engine = Engine(model, 160, kind, max_active=8, step_tokens=24, initial_capacity=0, spare=2)
     mx.clear_cache()
     baseline = mx.get_active_memory()
     accepted = []

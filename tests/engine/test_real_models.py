@@ -35,7 +35,7 @@ def real(request: pytest.FixtureRequest) -> tuple[Any, list[list[int]], list[lis
 @pytest.mark.parametrize("kind", KINDS)
 def test_unequal_prompts_past_the_window(real, kind):
     model, prompts, expected = real
-    engine = Engine(model, 2048, kind, max_active=4, step_tokens=128, max_write=16)
+    engine = Engine(model, 2048, kind, max_active=4, step_tokens=128, spare=16)
     requests = [engine.submit(prompt, max_tokens=COUNT) for prompt in prompts]
     run(engine)
     assert [request.tokens for request in requests] == expected

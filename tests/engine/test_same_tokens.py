@@ -32,7 +32,7 @@ def test_unequal_sequences_that_join_and_leave(family, kind):
     prompts = prompts_of(family, LENGTHS)
     counts = [COUNT, 5, COUNT, 11, 1, 17]
     expected = [alone(model, *pair) for pair in zip(prompts, counts, strict=True)]
-    engine = Engine(model, 400, kind, max_active=3, step_tokens=16, initial_capacity=4, max_write=2)
+    engine = Engine(model, 400, kind, max_active=3, step_tokens=16, initial_capacity=4, spare=2)
     requests = [
         engine.submit(prompt, max_tokens=count)
         for prompt, count in zip(prompts, counts, strict=True)
@@ -56,7 +56,7 @@ def test_requests_submitted_in_mid_run(family, kind):
     model = tiny(family)
     prompts = prompts_of(family, (30, 4, 12))
     expected = [alone(model, prompt, COUNT) for prompt in prompts]
-    engine = Engine(model, 300, kind, step_tokens=40, max_write=4)
+    engine = Engine(model, 300, kind, step_tokens=40, spare=4)
     first = engine.submit(prompts[0], max_tokens=COUNT)
     for _ in range(9):
         engine.step()
@@ -76,7 +76,7 @@ def test_every_chunk_size_gives_the_same(kind):
     prompts = prompts_of("llama", (37, 5))
     expected = [alone(model, prompt, 8) for prompt in prompts]
     for step_tokens in (2, 3, 7, 64):
-        engine = Engine(model, 128, kind, max_active=2, step_tokens=step_tokens, max_write=1)
+        engine = Engine(model, 128, kind, max_active=2, step_tokens=step_tokens, spare=1)
         requests = [engine.submit(prompt, max_tokens=8) for prompt in prompts]
         run(engine)
         assert [request.tokens for request in requests] == expected, step_tokens
@@ -103,7 +103,7 @@ def test_narrow_windows_reach_the_engine(kind):
     prompts = prompts_of("llama", (20, 9))
     expected = [alone(model, prompt, COUNT, windows=[3]) for prompt in prompts]
     assert expected != [alone(model, prompt, COUNT) for prompt in prompts]
-    engine = Engine(model, 128, kind, windows=[3], max_write=1)
+    engine = Engine(model, 128, kind, windows=[3], spare=1)
     requests = [engine.submit(prompt, max_tokens=COUNT) for prompt in prompts]
     run(engine)
     assert [request.tokens for request in requests] == expected

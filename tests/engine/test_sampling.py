@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.chat.generation import Sampling
 from mlx_kvcache.engine import Engine
+from mlx_kvcache.integrations.sampling import Sampling
 
 from .running import KINDS, alone, prompts_of, run, tiny
 

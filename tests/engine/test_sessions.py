@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_kvcache.chat.generation import Sampling
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import (
     CapacityError,
@@ -14,6 +13,7 @@ from mlx_kvcache.errors import (
     SessionError,
     UnsupportedModelError,
 )
+from mlx_kvcache.integrations.sampling import Sampling
 
 from .running import KINDS, alone, prompts_of, run, snapshot, tiny
 
@@ -25,7 +25,7 @@ COUNT = 12
 def test_turns_and_forks_continue_their_own_history(family, kind):
     model = tiny(family)
     first, second, third = prompts_of(family, (17, 5, 8))
-    engine = Engine(model, 300, kind, max_write=2)
+    engine = Engine(model, 300, kind, spare=2)
     session = engine.open()
     one = session.submit(first, max_tokens=COUNT)
     run(engine)
@@ -51,7 +51,7 @@ def test_a_fork_up_to_a_position_forgets_the_rest():
     model = tiny("llama")
     first, second = prompts_of("llama", (17, 5))
     for kind in KINDS:
-        engine = Engine(model, 300, kind, max_write=64)
+        engine = Engine(model, 300, kind, spare=64)
         session = engine.open()
         session.submit(first, max_tokens=2)
         run(engine)
@@ -87,7 +87,7 @@ def test_a_parents_prefix_is_held_once_and_read_once():
 def test_a_batched_parents_copies_count():
     model = tiny("llama")
     prefix, *prompts = prompts_of("llama", (30, 3, 7, 1))
-    engine = Engine(model, 30 + 2 * (30 + 7 + COUNT), "batched", max_write=2)
+    engine = Engine(model, 30 + 2 * (30 + 7 + COUNT), "batched", spare=2)
     parent = engine.open()
     parent.submit(prefix, max_tokens=0)
     requests = [engine.submit(prompt, max_tokens=COUNT, parent=parent) for prompt in prompts]
@@ -139,7 +139,7 @@ def test_cancelling_frees_the_room_and_harms_no_other(kind):
 def test_a_session_goes_on_after_a_cancelled_request(kind):
     model = tiny("llama")
     first, second = prompts_of("llama", (30, 6))
-    engine = Engine(model, 200, kind, step_tokens=8, max_active=4, max_write=1)
+    engine = Engine(model, 200, kind, step_tokens=8, max_active=4, spare=1)
     for steps in (2, 6):
         session = engine.open()
         request = session.submit(first, max_tokens=COUNT)

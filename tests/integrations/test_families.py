@@ -47,7 +47,7 @@ def test_logits_equal_mlx_lm_in_any_chunking(name: str) -> None:
     model = build(name, config)
     tokens = random_tokens(config, COUNT, seed=1)
     for chunks in CHUNKINGS.values():
-        cache = make_prompt_cache(model, initial_capacity=4, max_write=3)
+        cache = make_prompt_cache(model, initial_capacity=4, spare=3)
         ours = finite_columns(logits_in_chunks(model, tokens, cache, chunks))
         if name not in MLX_LM_DIFFERS or name == "phi3small":
             theirs = logits_in_chunks(model, tokens, make_mlx_lm_cache(model), chunks)
@@ -91,7 +91,7 @@ def test_a_batch_gives_each_row_the_logits_it_has_alone() -> None:
     config = all_families()["gemma3_text"]
     model = build("gemma3_text", config)
     rows = [random_tokens(config, COUNT, seed=seed) for seed in (1, 2, 3)]
-    cache = make_prompt_cache(model, max_write=3)
+    cache = make_prompt_cache(model, spare=3)
     batch = mx.array(rows)
     pieces = [model(batch[:, :17], cache=cache)]
     pieces += [model(batch[:, i : i + 1], cache=cache) for i in range(17, COUNT)]

@@ -57,10 +57,10 @@ def last_logits(model: nn.Module, tokens: list[int], cache: list[Any]) -> np.nda
 def test_generate_step_gives_the_tokens_of_mlx_lms_caches(name: str) -> None:
     model = tiny(name)
     prompt = random_tokens(model, 37, seed=3)
-    ours = greedy(model, prompt, 40, make_prompt_cache(model, max_write=4))
+    ours = greedy(model, prompt, 40, make_prompt_cache(model, spare=4))
     assert ours == greedy(model, prompt, 40, make_mlx_lm_cache(model))
     other = [*prompt[:-1], (prompt[-1] + 1) % 50]
-    assert ours != greedy(model, other, 40, make_prompt_cache(model, max_write=4))
+    assert ours != greedy(model, other, 40, make_prompt_cache(model, spare=4))
 
 
 @pytest.mark.parametrize("name", WINDOW_FAMILIES)
@@ -84,7 +84,7 @@ def test_speculative_decoding_equals_greedy_past_the_window(
 def test_trimming_a_wrapped_cache_equals_a_cold_run(name: str) -> None:
     model = tiny(name)
     tokens = random_tokens(model, 40, seed=5)
-    cache = make_prompt_cache(model, max_write=8)
+    cache = make_prompt_cache(model, spare=8)
     logits_in_chunks(model, tokens, cache, [30] + [1] * 10)
     assert trim_each(cache, 6) == {6}
     replaced = [(token + 3) % 50 for token in tokens[34:]]
@@ -100,7 +100,7 @@ def trim_each(cache: list[Any], count: int) -> set[int]:
 
 def test_trim_refuses_what_a_ring_has_overwritten_and_changes_nothing() -> None:
     model = tiny("gemma3_text")
-    cache = make_prompt_cache(model, max_write=4)
+    cache = make_prompt_cache(model, spare=4)
     tokens = random_tokens(model, 40, seed=6)
     logits_in_chunks(model, tokens, cache, [40])
     before = [np.array(array) for array in cache.sequence.state]
@@ -117,7 +117,7 @@ def test_trim_refuses_what_a_ring_has_overwritten_and_changes_nothing() -> None:
 
 def test_is_trimmable_only_while_every_position_can_be_reached() -> None:
     model = tiny("gemma3_text")
-    cache = make_prompt_cache(model, max_write=4)
+    cache = make_prompt_cache(model, spare=4)
     assert can_trim_prompt_cache(cache)
     window = max(cache.sequence.geometry.windows)
     logits_in_chunks(model, random_tokens(model, window + 3, seed=1), cache, [window + 3])
@@ -159,7 +159,7 @@ def test_the_lru_prompt_cache_reuses_a_longer_entry() -> None:
 def test_a_deep_copy_lives_its_own_life() -> None:
     model = tiny("gemma3_text")
     tokens = random_tokens(model, 30, seed=9)
-    cache = make_prompt_cache(model, max_write=4)
+    cache = make_prompt_cache(model, spare=4)
     logits_in_chunks(model, tokens, cache, [25, 1, 1, 1, 1, 1])
     branch = copy.deepcopy(cache)
     assert isinstance(branch, PromptCache)
@@ -291,7 +291,7 @@ def test_a_prompt_beyond_the_capacity_is_refused() -> None:
         ("capacity", 0),
         ("capacity", -1),
         ("initial_capacity", -1),
-        ("max_write", 0),
+        ("spare", 0),
         ("kv_dtype", "int8"),
         ("capacity", 1.5),
     ],
@@ -345,7 +345,5 @@ def test_a_purely_recurrent_model_is_refused() -> None:
 
 
 def test_the_config_of_a_prompt_cache_is_the_one_asked_for() -> None:
-    cache = make_prompt_cache(
-        tiny("llama"), 100, initial_capacity=8, kv_dtype="float16", max_write=2
-    )
+    cache = make_prompt_cache(tiny("llama"), 100, initial_capacity=8, kv_dtype="float16", spare=2)
     assert cache.sequence.config == CacheConfig(100, "float16", 8, 2)

@@ -93,7 +93,7 @@ def test_smollm2_with_narrow_windows_gives_mlx_lms_tokens(smollm2: Model, text: 
     prompt = tokenizer.encode(text)
     rings = [RotatingKVCache(max_size=NARROW) for _ in model.layers]
     reference = greedy(model, prompt, rings, CHUNKS[-1])
-    check(model, prompt, reference, windows=[NARROW], max_write=8)
+    check(model, prompt, reference, windows=[NARROW], spare=8)
     if len(prompt) > NARROW:
         assert reference != greedy(model, prompt, make_mlx_lm_cache(model), CHUNKS[-1])
 
@@ -108,7 +108,7 @@ def test_gemma3_with_narrow_windows_gives_mlx_lms_tokens(gemma3: Model, text: st
     with narrow_gemma(model, NARROW):
         reference = greedy(model, prompt, make_mlx_lm_cache(model), CHUNKS[-1])
     windows = [NARROW if window else 0 for window in own]
-    check(model, prompt, reference, windows=windows, max_write=8)
+    check(model, prompt, reference, windows=windows, spare=8)
 
 
 def test_gemma3_gives_mlx_lms_tokens_past_its_own_window(gemma3: Model) -> None:
@@ -116,7 +116,7 @@ def test_gemma3_gives_mlx_lms_tokens_past_its_own_window(gemma3: Model) -> None:
     words = tokenizer.encode(LONG)
     prompt = (words * 7)[:540]
     reference = greedy(model, prompt, make_mlx_lm_cache(model), CHUNKS[-1])
-    cache = make_prompt_cache(model, max_write=16)
+    cache = make_prompt_cache(model, spare=16)
     assert greedy(model, prompt, cache, 64) == reference
     ring = cache.sequence.layout.layers[0]
     assert cache.sequence.length > ring.size, "the ring never wrapped"

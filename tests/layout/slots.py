@@ -18,9 +18,9 @@ from mlx_kvcache.layout import Run, SequenceLayout, StepPlan
 class SlotLayer:
     """Slots of one layer and the position that each of them holds (None: never written)."""
 
-    def __init__(self, window: int, capacity: int, max_write: int) -> None:
+    def __init__(self, window: int, capacity: int, spare: int) -> None:
         self.window = window
-        self.size = min(window, capacity) + min(max_write, capacity) - 1 if window else capacity
+        self.size = min(window, capacity) + min(spare, capacity) - 1 if window else capacity
         self.slots: list[int | None] = [None] * self.size
 
     def first_visible(self, position: int) -> int:
@@ -71,13 +71,13 @@ class SlotLayer:
 class SlotSequence:
     """A `SequenceLayout` and its brute-force model, driven and compared step by step."""
 
-    def __init__(self, windows: Sequence[int], capacity: int, max_write: int) -> None:
+    def __init__(self, windows: Sequence[int], capacity: int, spare: int) -> None:
         self.windows = tuple(windows)
         self.capacity = capacity
-        self.max_write = max_write
+        self.spare = spare
         policies = [LayerPolicy.from_window(window) for window in windows]
-        self.layout = SequenceLayout(policies, capacity, max_write)
-        self.layers = [SlotLayer(window, capacity, max_write) for window in windows]
+        self.layout = SequenceLayout(policies, capacity, spare)
+        self.layers = [SlotLayer(window, capacity, spare) for window in windows]
         self.length = 0
         self.high_water = 0
 
@@ -89,7 +89,7 @@ class SlotSequence:
         """Everything that a caller can see of the layout now."""
         layout = self.layout
         room = self.room
-        steps = sorted({count for count in (1, 2, self.max_write, room) if 1 <= count <= room})
+        steps = sorted({count for count in (1, 2, self.spare, room) if 1 <= count <= room})
         return (
             layout.length,
             layout.high_water,
@@ -191,7 +191,7 @@ class SlotSequence:
     def _check_steps_from(self, position: int) -> None:
         branch = copy.deepcopy(self)
         assert branch.rewind(position)
-        for count in {1, self.max_write, self.max_write + 1}:
+        for count in {1, self.spare, self.spare + 1}:
             if count <= branch.room:
                 twig = copy.deepcopy(branch)
                 twig.step(count, range(len(self.layers)), ())
@@ -206,6 +206,6 @@ class SlotSequence:
 
     def __repr__(self) -> str:
         return (
-            f"windows {self.windows}, max_write {self.max_write}, capacity {self.capacity}, "
+            f"windows {self.windows}, spare {self.spare}, capacity {self.capacity}, "
             f"length {self.length}, high water {self.high_water}"
         )

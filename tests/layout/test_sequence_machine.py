@@ -23,11 +23,11 @@ class SequenceMachine(RuleBasedStateMachine):
 
     @initialize(
         windows=WINDOWS,
-        max_write=st.integers(1, 9),
+        spare=st.integers(1, 9),
         capacity=st.one_of(st.integers(1, 25), st.integers(40, 120)),
     )
-    def begin(self, windows: list[int], max_write: int, capacity: int) -> None:
-        self.sequence = SlotSequence(windows, capacity, max_write)
+    def begin(self, windows: list[int], spare: int, capacity: int) -> None:
+        self.sequence = SlotSequence(windows, capacity, spare)
         largest = max((layer.size for layer in self.sequence.layers if layer.window), default=4)
         self.largest_step = 3 * largest
 

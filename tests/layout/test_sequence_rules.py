@@ -20,8 +20,8 @@ FLAT = LayerPolicy.flat()
 RING = LayerPolicy.ring(4)
 
 
-def layout(*policies: LayerPolicy, capacity: int = 50, max_write: int = 3) -> SequenceLayout:
-    return SequenceLayout(policies or (FLAT, RING), capacity, max_write)
+def layout(*policies: LayerPolicy, capacity: int = 50, spare: int = 3) -> SequenceLayout:
+    return SequenceLayout(policies or (FLAT, RING), capacity, spare)
 
 
 def test_layers_of_one_policy_share_a_layout() -> None:
@@ -32,13 +32,13 @@ def test_layers_of_one_policy_share_a_layout() -> None:
 
 
 def test_windows_and_spare_rows_beyond_the_capacity_are_not_kept() -> None:
-    ring = layout(LayerPolicy.ring(10**6), capacity=20, max_write=10**6).layers[0]
+    ring = layout(LayerPolicy.ring(10**6), capacity=20, spare=10**6).layers[0]
     assert (ring.window, ring.spare) == (20, 20)
 
 
 def test_a_sequence_that_fits_its_ring_can_go_anywhere() -> None:
-    for capacity, window, max_write in itertools.product(range(1, 8), range(1, 12), range(1, 12)):
-        sequence = layout(LayerPolicy.ring(window), capacity=capacity, max_write=max_write)
+    for capacity, window, spare in itertools.product(range(1, 8), range(1, 12), range(1, 12)):
+        sequence = layout(LayerPolicy.ring(window), capacity=capacity, spare=spare)
         sequence.append(0, capacity)
         ring = sequence.layers[0]
         if window >= capacity:
@@ -113,7 +113,7 @@ def test_a_plan_from_before_a_rewind_cannot_be_committed() -> None:
 
 def test_rewinding_to_zero_is_always_possible_and_forgets_the_high_water() -> None:
     for length in range(40):
-        sequence = layout(LayerPolicy.ring(4), max_write=2)
+        sequence = layout(LayerPolicy.ring(4), spare=2)
         if length:
             sequence.append(0, length)
         sequence.rewind(0)
@@ -136,7 +136,7 @@ def test_the_floor_is_that_of_the_strictest_layer() -> None:
 
 def test_check_rewind_changes_nothing_and_says_the_same_as_rewind() -> None:
     for target in range(-2, 12):
-        sequence = layout(LayerPolicy.ring(3), max_write=2)
+        sequence = layout(LayerPolicy.ring(3), spare=2)
         sequence.append(0, 10)
         answers = []
         for call in (sequence.check_rewind, sequence.rewind):
@@ -151,12 +151,12 @@ def test_check_rewind_changes_nothing_and_says_the_same_as_rewind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policies", "capacity", "max_write"),
+    ("policies", "capacity", "spare"),
     [((), 10, 2), ((RING,), 0, 2), ((RING,), -3, 2), ((LayerPolicy.ring(1),), 10, 0)],
 )
-def test_a_layout_of_nothing_is_refused(policies, capacity: int, max_write: int) -> None:
+def test_a_layout_of_nothing_is_refused(policies, capacity: int, spare: int) -> None:
     with pytest.raises(KVCacheError):
-        SequenceLayout(policies, capacity, max_write)
+        SequenceLayout(policies, capacity, spare)
 
 
 @pytest.mark.parametrize("index", [-1, -2, 2, 100])
