@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mlx_kvcache.control import op as attention
 from mlx_kvcache.control.op import update_and_attend
 from mlx_kvcache.errors import RewindError
-
-from .driver import (
+from tests.support.brute_force_attention import History, numbers
+from tests.support.op_driver import (
     CLOSE,
     POSITION_FORMS,
     Duel,
@@ -25,7 +25,6 @@ from .driver import (
     positions_as,
     step_rows,
 )
-from .oracle import History, numbers
 
 LAYERS = st.builds(
     Layer,

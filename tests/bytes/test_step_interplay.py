@@ -11,8 +11,15 @@ import mlx.core as mx
 import pytest
 
 from mlx_kvcache.facts.config import CacheConfig
-
-from .oracle import FORMS, Question, Session, Shape, make_cache, numbers, simple_geometry
+from tests.support.sequence_oracle import (
+    FORMS,
+    Question,
+    Session,
+    Shape,
+    make_cache,
+    numbers,
+    simple_geometry,
+)
 
 ASK = Question()
 

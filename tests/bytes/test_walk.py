@@ -15,8 +15,7 @@ from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.layout import RingLayout, Run
 from mlx_kvcache.layout import ring as ring_module
 from mlx_kvcache.store import rows as pool
-
-from .oracle import Question, Session, Shape
+from tests.support.sequence_oracle import Question, Session, Shape
 
 
 def walk(seed: int, kv_dtype: str | None = None) -> None:

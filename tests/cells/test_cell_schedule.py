@@ -19,9 +19,8 @@ from mlx_kvcache.layout import cells
 from mlx_kvcache.layout.cells import CellLayout
 from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.store.cell_rows import CellPool
-
-from .driver import Driver
-from .schedule import run_schedule
+from tests.support.many_sequences_driver import Driver
+from tests.support.many_sequences_schedule import run_schedule
 
 WINDOWS = (0, 3, 0, 5)
 

@@ -12,7 +12,7 @@ from mlx_kvcache import make_prompt_cache
 from mlx_kvcache.chat.conversation import ChatOptions, Conversation
 from mlx_kvcache.commands.app import app
 from mlx_kvcache.models import load
-from tests.cli.tiny import write_model
+from tests.support.tiny_models_on_disk import write_model
 
 Loaded = tuple[Any, Any]
 

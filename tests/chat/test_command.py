@@ -10,9 +10,8 @@ import sys
 import pytest
 
 from mlx_kvcache.commands.chat_commands import COMMANDS
-from tests.cli.tiny import words
-
-from .cold import greedy
+from tests.support.cold_runs import greedy
+from tests.support.tiny_models_on_disk import words
 
 SHORT = ("--max-tokens", "6")
 

@@ -15,9 +15,8 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_kvcache.integrations.mlx_lm import MLXLMLayer
 from mlx_kvcache.models import load
-from tests.cli.tiny import words
-
-from .cold import check_answer, check_cache, greedy, say
+from tests.support.cold_runs import check_answer, check_cache, greedy, say
+from tests.support.tiny_models_on_disk import words
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
 COMMAND = [sys.executable, "-m", "mlx_kvcache", "chat"]

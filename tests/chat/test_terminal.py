@@ -14,7 +14,7 @@ import time
 import pytest
 
 from mlx_kvcache.commands import chat_input
-from tests.cli.tiny import words
+from tests.support.tiny_models_on_disk import words
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 

@@ -12,7 +12,7 @@ from importlib import import_module, metadata
 
 import pytest
 
-from .tiny import words
+from tests.support.tiny_models_on_disk import words
 
 COMMAND = [sys.executable, "-m", "mlx_kvcache"]
 PROMPT = words(5, 17, 40, 33, 8, 61)

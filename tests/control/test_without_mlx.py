@@ -21,7 +21,7 @@ sys.meta_path.insert(0, Forbid())
 
 USE = """
 import tempfile
-from control.fakes import CONFIG, GEOMETRY, PlainCache
+from tests.support.plain_cache import CONFIG, GEOMETRY, PlainCache
 from mlx_kvcache import (
     FACTORY, REGISTRY, CacheGeometry, CacheSession, SequencePlanner, current_cache,
     read_metadata, write_metadata,
@@ -42,7 +42,7 @@ assert not FORBIDDEN & {name.split(".")[0] for name in sys.modules}
 """
 
 BUILD = """
-from control.fakes import CONFIG, GEOMETRY
+from tests.support.plain_cache import CONFIG, GEOMETRY
 from mlx_kvcache import CacheSession
 CacheSession(GEOMETRY, CONFIG).open()
 """
@@ -51,7 +51,7 @@ CacheSession(GEOMETRY, CONFIG).open()
 def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", FORBID + code],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=60,

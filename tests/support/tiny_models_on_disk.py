@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.families.build import all_families, build
+from tests.support.tiny_models import all_families, build
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
