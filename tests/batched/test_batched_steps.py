@@ -19,6 +19,7 @@ from mlx_kvcache.errors import (
     UpdateShapeError,
 )
 from mlx_kvcache.facts.config import CacheConfig
+from tests.support.arrays import raw
 from tests.support.many_sequences_driver import (
     HEADS,
     KEY_DIM,
@@ -27,7 +28,6 @@ from tests.support.many_sequences_driver import (
     Driver,
     geometry_of,
     observe,
-    raw,
 )
 
 BatchedDriver = Driver[MLXBatchedSequenceCache]

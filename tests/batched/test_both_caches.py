@@ -14,6 +14,7 @@ from mlx_kvcache.cache.attend import AttendSpec
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import AttentionError, UpdateDtypeError
+from tests.support.arrays import numbers
 from tests.support.many_sequences_driver import (
     HEADS,
     KEY_DIM,
@@ -21,7 +22,6 @@ from tests.support.many_sequences_driver import (
     VALUE_DIM,
     Driver,
     geometry_of,
-    numbers,
     observe,
 )
 

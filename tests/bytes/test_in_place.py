@@ -10,7 +10,8 @@ import pytest
 
 from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.facts.config import CacheConfig
-from tests.support.sequence_oracle import FORMS, Session, Shape, make_cache, raw, simple_geometry
+from tests.support.arrays import raw
+from tests.support.sequence_oracle import FORMS, Session, Shape, make_cache, simple_geometry
 
 HEADS, DIM, ROWS = 8, 128, 8192
 #: Bytes of the keys of the large pool; its values are as large.

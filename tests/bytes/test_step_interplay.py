@@ -11,13 +11,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_kvcache.facts.config import CacheConfig
+from tests.support.arrays import numbers
 from tests.support.sequence_oracle import (
     FORMS,
     Question,
     Session,
     Shape,
     make_cache,
-    numbers,
     simple_geometry,
 )
 

@@ -12,6 +12,7 @@ from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import AttentionError, CapacityError, ConfigError, StepError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+from tests.support.arrays import numbers, raw
 from tests.support.many_sequences_driver import (
     HEADS,
     KEY_DIM,
@@ -19,8 +20,6 @@ from tests.support.many_sequences_driver import (
     VALUE_DIM,
     Driver,
     geometry_of,
-    numbers,
-    raw,
 )
 
 Spans = list[tuple[int, int]]

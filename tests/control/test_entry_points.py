@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
 import sys
 import threading
 import warnings
@@ -18,6 +17,7 @@ from mlx_kvcache.errors import (
     RegistrationError,
 )
 from tests.support.plain_cache import CONFIG, GEOMETRY, PlainCache
+from tests.support.processes import run_python
 from tests.support.session_steps import run_all
 
 PACKAGE = """
@@ -165,12 +165,6 @@ def test_the_process_wide_factory_sees_other_packages(third_party: Path) -> None
         "with CacheSession(GEOMETRY, CONFIG, backend='acme', kind='paged') as session:\n"
         "    print(type(current_cache()).__name__, 'mlx.core' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(code)
     assert done.stdout.split() == ["PagedCache", "False"], done.stderr
     assert "'nameless'" in done.stderr
