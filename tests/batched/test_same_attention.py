@@ -111,6 +111,7 @@ def run(pair: Pair, steps: int, sinks: bool = False) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["array", "integer"])
 @pytest.mark.parametrize("cache_class", CACHES)
 def test_the_answers_are_those_of_separate_caches(

@@ -51,6 +51,7 @@ def test_a_fork_of_a_fork_and_of_an_undone_turn(begin):
         check_cache(each)
 
 
+@pytest.mark.slow
 def test_a_fork_takes_no_memory_until_it_is_written(begin):
     trunk = begin("llama", max_tokens=200)
     say(trunk, words(*range(20, 40)))

@@ -13,6 +13,8 @@ from mlx_kvcache.errors import KVCacheError
 from mlx_kvcache.integrations.sampling import Sampling
 from tests.support.engine_runs import KINDS, alone, prompts_of, tiny
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = 1000
 DISTINCT = 24
 

@@ -53,6 +53,7 @@ def last_logits(model: nn.Module, tokens: list[int], cache: list[Any]) -> np.nda
     return np.array(logits_in_chunks(model, tokens, cache, [len(tokens)])[0, -1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*WINDOW_FAMILIES, "qwen3", "deepseek_v3", "qwen3_next"])
 def test_generate_step_gives_the_tokens_of_mlx_lms_caches(name: str) -> None:
     model = tiny(name)
@@ -63,6 +64,7 @@ def test_generate_step_gives_the_tokens_of_mlx_lms_caches(name: str) -> None:
     assert ours != greedy(model, other, 40, make_prompt_cache(model, spare=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOW_FAMILIES)
 def test_speculative_decoding_equals_greedy_past_the_window(
     name: str, monkeypatch: pytest.MonkeyPatch

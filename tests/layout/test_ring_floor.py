@@ -41,6 +41,7 @@ def test_floor_after_writes_of_any_size(window: int, spare: int) -> None:
             assert reachable(slots, length) == predicted(window, spare, length, length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", SMALL)
 @pytest.mark.parametrize("spare", SMALL)
 def test_floor_after_an_earlier_rewind(window: int, spare: int) -> None:
