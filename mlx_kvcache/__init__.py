@@ -25,10 +25,11 @@ from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 from mlx_kvcache.facts.metadata import read_metadata, write_metadata
 
 if TYPE_CHECKING:
+    from mlx_kvcache.cache.attention import AttendSpec, attend
     from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
     from mlx_kvcache.cache.cells import MLXCellCache
     from mlx_kvcache.cache.sequence import MLXSequenceCache
-    from mlx_kvcache.control.op import AttendSpec, attend, update_and_attend
+    from mlx_kvcache.control.op import update_and_attend
     from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
 
 __version__ = "0.1.0"
@@ -66,8 +67,8 @@ __all__ = [
 ]
 
 _NEEDS_MLX = {
-    "AttendSpec": "mlx_kvcache.control.op",
-    "attend": "mlx_kvcache.control.op",
+    "AttendSpec": "mlx_kvcache.cache.attention",
+    "attend": "mlx_kvcache.cache.attention",
     "update_and_attend": "mlx_kvcache.control.op",
     "MLXBatchedSequenceCache": "mlx_kvcache.cache.batched",
     "MLXCellCache": "mlx_kvcache.cache.cells",

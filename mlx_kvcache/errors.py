@@ -35,6 +35,10 @@ class RewindError(KVCacheError, ValueError):
     """A rewind to a position whose window is no longer held."""
 
 
+class SnapshotError(KVCacheError, ValueError):
+    """A snapshot of a cache of another kind, geometry or config."""
+
+
 class UnknownSequenceError(KVCacheError, KeyError):
     """A sequence id that was never given out, or whose sequence was removed."""
 
