@@ -154,7 +154,7 @@ class CacheGeometry:
         file or to the directory that holds it. Raises `GeometryError` when a field is missing or
         malformed and `UnknownLayerTypeError` for a layer type or family without a known rule.
         """
-        from mlx_kvcache.facts.hf.config import geometry_from_hf
+        from mlx_kvcache.facts.hf.from_config import geometry_from_hf
 
         return geometry_from_hf(config)
 

@@ -12,31 +12,23 @@ from typing import Any
 
 from mlx_kvcache.errors import UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry
+from mlx_kvcache.facts.hf.attention_rules import (
+    afm7,
+    exaone4,
+    gemma4,
+    gpt_oss,
+    iquestloopcoder,
+    llama4,
+    mimo_v2_flash,
+    minimax_m3,
+    nanbeige,
+    openelm,
+    plamo,
+    plamo3,
+    step3p5,
+)
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.hybrids import (
-    baichuan_m1,
-    granitemoehybrid,
-    jamba,
-    nemotron_h,
-    nemotron_nas,
-    plamo2,
-    recurrent_gemma,
-)
-from mlx_kvcache.facts.hf.layers import every
-from mlx_kvcache.facts.hf.rows import (
-    bigcode_row,
-    dbrx_row,
-    derived_row,
-    either_row,
-    expanded_row,
-    given_row,
-    kimi_linear_row,
-    latent_row,
-    mha_given_row,
-    mha_row,
-    minicpm3_row,
-)
-from mlx_kvcache.facts.hf.rules import (
+from mlx_kvcache.facts.hf.layer_map_rules import (
     Rule,
     beside_recurrent,
     by_layer_types,
@@ -51,20 +43,28 @@ from mlx_kvcache.facts.hf.rules import (
     twice,
     with_indexer,
 )
-from mlx_kvcache.facts.hf.special import (
-    afm7,
-    exaone4,
-    gemma4,
-    gpt_oss,
-    iquestloopcoder,
-    llama4,
-    mimo_v2_flash,
-    minimax_m3,
-    nanbeige,
-    openelm,
-    plamo,
-    plamo3,
-    step3p5,
+from mlx_kvcache.facts.hf.layer_types import every
+from mlx_kvcache.facts.hf.recurrent_rules import (
+    baichuan_m1,
+    granitemoehybrid,
+    jamba,
+    nemotron_h,
+    nemotron_nas,
+    plamo2,
+    recurrent_gemma,
+)
+from mlx_kvcache.facts.hf.row_shapes import (
+    bigcode_row,
+    dbrx_row,
+    derived_row,
+    either_row,
+    expanded_row,
+    given_row,
+    kimi_linear_row,
+    latent_row,
+    mha_given_row,
+    mha_row,
+    minicpm3_row,
 )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_kvcache.facts.hf.families import FAMILIES, Family
-from mlx_kvcache.facts.hf.rows import either_row
-from mlx_kvcache.facts.hf.rules import flat
+from mlx_kvcache.facts.hf.layer_map_rules import flat
+from mlx_kvcache.facts.hf.row_shapes import either_row
 
 #: model_type -> the family whose rule it follows: mlx-lm's own remapping, model files that only
 #: re-use another one, and the names that transformers gives to the text part of a wrapper.

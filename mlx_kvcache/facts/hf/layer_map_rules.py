@@ -12,7 +12,7 @@ from typing import Any
 from mlx_kvcache.errors import GeometryError
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.layers import (
+from mlx_kvcache.facts.hf.layer_types import (
     Kind,
     Stack,
     all_of,
@@ -21,7 +21,7 @@ from mlx_kvcache.facts.hf.layers import (
     resolve_kinds,
     stack_kinds,
 )
-from mlx_kvcache.facts.hf.rows import Row, RowOf, either_head_dim, kv_heads
+from mlx_kvcache.facts.hf.row_shapes import Row, RowOf, either_head_dim, kv_heads
 
 Rule = Callable[[Fields], CacheGeometry]
 PatternOf = Callable[[int], tuple[Kind, ...]]

@@ -7,7 +7,8 @@ from dataclasses import replace
 from mlx_kvcache.errors import UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.layers import (
+from mlx_kvcache.facts.hf.layer_map_rules import global_rows, layer_count
+from mlx_kvcache.facts.hf.layer_types import (
     Kind,
     Stack,
     all_of,
@@ -17,7 +18,7 @@ from mlx_kvcache.facts.hf.layers import (
     resolve_kinds,
     stack_kinds,
 )
-from mlx_kvcache.facts.hf.rows import (
+from mlx_kvcache.facts.hf.row_shapes import (
     Row,
     derived_head_dim,
     derived_row,
@@ -25,7 +26,6 @@ from mlx_kvcache.facts.hf.rows import (
     given_row,
     kv_heads,
 )
-from mlx_kvcache.facts.hf.rules import global_rows, layer_count
 
 #: mlx-lm's gemma4 default for an absent num_kv_shared_layers.
 GEMMA4_SHARED_LAYERS = 20

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mlx_kvcache.errors import UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.layers import (
+from mlx_kvcache.facts.hf.layer_map_rules import layer_count
+from mlx_kvcache.facts.hf.layer_types import (
     Kind,
     Stack,
     all_of,
@@ -14,8 +15,13 @@ from mlx_kvcache.facts.hf.layers import (
     listed_kinds,
     stack_kinds,
 )
-from mlx_kvcache.facts.hf.rows import Row, derived_head_dim, derived_row, either_row, given_row
-from mlx_kvcache.facts.hf.rules import layer_count
+from mlx_kvcache.facts.hf.row_shapes import (
+    Row,
+    derived_head_dim,
+    derived_row,
+    either_row,
+    given_row,
+)
 
 MIXED: tuple[Kind, ...] = ("flat", "recurrent")
 

@@ -15,7 +15,7 @@ from mlx_kvcache.errors import GeometryError, ModelNotFoundError
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf.families import FAMILIES, Family
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.generic import generic
+from mlx_kvcache.facts.hf.unlisted_rule import generic
 from mlx_kvcache.facts.hf.wrappers import ALIASES, ARCHITECTURES, WRAPPERS, Wrapper
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from mlx_kvcache.errors import UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry
+from mlx_kvcache.facts.hf.attention_rules import pattern_kinds
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.layers import Kind, all_of, listed_kinds, stack_kinds
-from mlx_kvcache.facts.hf.rules import global_rows, layer_count
-from mlx_kvcache.facts.hf.special import pattern_kinds
+from mlx_kvcache.facts.hf.layer_map_rules import global_rows, layer_count
+from mlx_kvcache.facts.hf.layer_types import Kind, all_of, listed_kinds, stack_kinds
 
 #: Fields of layers that keep a state: fine where layer_types says which layers those are.
 STATE_PREFIXES = ("mamba_", "ssm_", "linear_", "conv_", "time_step_", "rwkv_", "lru_")

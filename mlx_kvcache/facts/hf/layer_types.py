@@ -9,7 +9,7 @@ from typing import Literal
 from mlx_kvcache.errors import GeometryError, UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.rows import Row
+from mlx_kvcache.facts.hf.row_shapes import Row
 
 Kind = Literal["flat", "ring", "chunk", "recurrent"]
 
