@@ -21,8 +21,8 @@ from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 from mlx_kvcache.errors import GeometryError
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
-from mlx_kvcache.facts.hf.families import FAMILIES
-from mlx_kvcache.facts.hf.wrappers import ALIASES, ARCHITECTURES, WRAPPERS
+from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES
+from mlx_kvcache.facts.hf.wrappers import WRAPPERS
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
 
 from . import configs_a_to_h, configs_i_to_z

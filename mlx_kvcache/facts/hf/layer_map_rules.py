@@ -1,230 +1,148 @@
-"""Caching rules that several model families share, as functions of a config's fields.
+"""Rules of families whose layers own several caches each, or read those of other layers.
 
-A rule turns `Fields` into a `CacheGeometry`. What a family caches is what its mlx-lm model file
-does, so each rule says which of mlx-lm's `make_cache` shapes it follows.
+Each docstring names its family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
-from mlx_kvcache.errors import GeometryError
-from mlx_kvcache.facts.geometry import CacheGeometry
+from mlx_kvcache.errors import UnknownLayerTypeError
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
+from mlx_kvcache.facts.hf import row_shapes
 from mlx_kvcache.facts.hf.fields import Fields
+from mlx_kvcache.facts.hf.layer_stack import LayerStack, Rule, stack_kinds
 from mlx_kvcache.facts.hf.layer_types import (
-    Kind,
-    Stack,
+    SLIDING,
     all_of,
     every,
     listed_kinds,
-    resolve_kinds,
-    stack_kinds,
+    required_layer_types,
 )
-from mlx_kvcache.facts.hf.row_shapes import Row, RowOf, either_head_dim, kv_heads
+from mlx_kvcache.facts.hf.row_shapes import RowShape, ShapeOf, of_heads
 
-Rule = Callable[[Fields], CacheGeometry]
-PatternOf = Callable[[int], tuple[Kind, ...]]
-
-ATTENTION: tuple[Kind, ...] = ("flat", "ring", "chunk")
+#: mlx-lm's gemma4 default for an absent num_kv_shared_layers.
+GEMMA4_SHARED_LAYERS = 20
 
 
-def layer_count(fields: Fields) -> int:
-    return fields.integer("num_hidden_layers")
+def gemma3n(fields: Fields) -> CacheGeometry:
+    """gemma3n: the trailing num_kv_shared_layers read the last owner of their own type."""
+    kinds = required_layer_types(SLIDING)(fields)
+    shared = fields.optional_integer("num_kv_shared_layers", 0) or 0
+    return stack_kinds(fields, kinds, row_shapes.given(fields), shared)
 
 
-def flat(row_of: RowOf) -> Rule:
-    """Every layer keeps everything, whatever windows the config mentions."""
-
-    def rule(fields: Fields) -> CacheGeometry:
-        stack, count = Stack(), layer_count(fields)
-        # mlx-lm does not look at the list here; one that speaks of states is another model's.
-        listed_kinds(fields, count, ATTENTION)
-        for _ in range(count):
-            stack.attend(row_of(fields).flat())
-        return stack.build()
-
-    return rule
+def gemma4(fields: Fields) -> CacheGeometry:
+    """gemma4_text: as gemma3n, and full layers have a head dim and KV heads of their own."""
+    kinds = listed_kinds(fields, SLIDING)
+    if kinds is None:
+        kinds = every(fields.integer("sliding_window_pattern"), fields.layer_count, "ring")
+    shared = fields.optional_integer("num_kv_shared_layers", 0) or 0
+    if "num_kv_shared_layers" not in fields.values and len(kinds) > GEMMA4_SHARED_LAYERS:
+        # mlx-lm reads an absent field so; with fewer layers it could not build the model.
+        shared = GEMMA4_SHARED_LAYERS
+    return stack_kinds(fields, kinds, row_shapes.with_global(fields, kinds), shared)
 
 
-def by_layer_types(
-    row_of: RowOf, default: PatternOf | None = None, allowed: Sequence[Kind] = ("flat", "ring")
-) -> Rule:
-    """layer_types decide, within the `allowed` kinds.
+def afm7(fields: Fields) -> CacheGeometry:
+    """afm7: the last num_kv_reuse_layers read the last cached layer."""
+    count, shape = fields.layer_count, row_shapes.derived(fields)
+    reuse = fields.integer("num_kv_reuse_layers", 0)
+    if reuse >= count:
+        raise fields.error("num_kv_reuse_layers", reuse, f"less than the layers ({count})")
+    return stack_kinds(fields, all_of("flat", count), shape, reuse)
 
-    `default` gives the kinds where the list is absent; without it they are all flat.
+
+def several_caches(*shapes: ShapeOf, leading_state: int = 0) -> Rule:
+    """Every layer has a flat cache of each of these shapes.
+
+    `leading_state` entries come before the layers: the n-gram embedding of longcat_flash_ngram
+    keeps the last tokens.
     """
 
     def rule(fields: Fields) -> CacheGeometry:
-        count = layer_count(fields)
-        kinds = listed_kinds(fields, count, allowed)
-        if kinds is None:
-            kinds = default(count) if default else all_of("flat", count)
-        return stack_kinds(fields, kinds, [row_of(fields)] * count)
-
-    return rule
-
-
-def three_to_one(count: int) -> tuple[Kind, ...]:
-    """Three sliding layers, then a full one."""
-    return every(4, count, "ring")
-
-
-def alternating(count: int) -> tuple[Kind, ...]:
-    """A sliding layer, then a full one."""
-    return every(2, count, "ring")
-
-
-def every_nth(row_of: RowOf, period_field: str, other: Kind) -> Rule:
-    """Layers n, 2n, ... (counted from 1) are full, the others sliding or recurrent."""
-
-    def rule(fields: Fields) -> CacheGeometry:
-        count, period = layer_count(fields), fields.integer(period_field)
-        kinds = resolve_kinds(fields, period_field, every(period, count, other), count)
-        return stack_kinds(fields, kinds, [row_of(fields)] * count)
-
-    return rule
-
-
-def grouped(row_of: RowOf) -> Rule:
-    """bailing: the last layer of a group is full, and so is what is left over after the groups."""
-
-    def rule(fields: Fields) -> CacheGeometry:
-        count, size = layer_count(fields), fields.integer("layer_group_size")
-        whole = count // size * size
-        kinds = every(size, whole, "recurrent") + all_of("flat", count - whole)
-        kinds = resolve_kinds(fields, "layer_group_size", kinds, count)
-        return stack_kinds(fields, kinds, [row_of(fields)] * count)
-
-    return rule
-
-
-def kda_layers(row_of: RowOf) -> Rule:
-    """kimi: linear_attn_config.kda_layers lists the linear layers, counted from 1."""
-
-    def rule(fields: Fields) -> CacheGeometry:
-        count = layer_count(fields)
-        own = listed_kinds(fields, count)
-        if own is None or fields.given("linear_attn_config"):
-            linear = set(fields.section("linear_attn_config").integers("kda_layers", 1))
-            kinds: tuple[Kind, ...] = tuple(
-                "recurrent" if index + 1 in linear else "flat" for index in range(count)
-            )
-            own = resolve_kinds(fields, "linear_attn_config", kinds, count)
-        return stack_kinds(fields, own, [row_of(fields)] * count)
-
-    return rule
-
-
-def full_indices(row_of: RowOf) -> Rule:
-    """lfm2: full_attn_idxs lists the attention layers; without it, layer_types do."""
-
-    def rule(fields: Fields) -> CacheGeometry:
-        count = layer_count(fields)
-        if not fields.given("full_attn_idxs"):
-            if not fields.given("layer_types"):
-                raise fields.error("layer_types", None, "a list of layer types")
-            return by_layer_types(row_of, allowed=("flat", "recurrent"))(fields)
-        full = set(fields.integers("full_attn_idxs"))
-        kinds: tuple[Kind, ...] = tuple(
-            "flat" if index in full else "recurrent" for index in range(count)
-        )
-        kinds = resolve_kinds(fields, "full_attn_idxs", kinds, count)
-        return stack_kinds(fields, kinds, [row_of(fields)] * count)
-
-    return rule
-
-
-def beside_recurrent(row_of: RowOf) -> Rule:
-    """falcon_h1: every layer has a state space beside its attention."""
-
-    def rule(fields: Fields) -> CacheGeometry:
-        stack = Stack()
-        for _ in range(layer_count(fields)):
-            stack.attend(row_of(fields).flat(), recurrent=True)
-        return stack.build()
-
-    return rule
-
-
-def with_indexer(row_of: RowOf) -> Rule:
-    """deepseek_v32: a second cache a layer holds the indexer's keys, given as values too."""
-
-    def rule(fields: Fields) -> CacheGeometry:
-        index_dim = fields.integer("index_head_dim")
-        stack = Stack()
-        for _ in range(layer_count(fields)):
-            stack.attend(row_of(fields).flat(), Row(1, index_dim, index_dim).flat())
-        return stack.build()
-
-    return rule
-
-
-def twice(row_of: RowOf, leading_state: int = 0) -> Rule:
-    """longcat: two attentions a layer, each with its cache.
-
-    `leading_state` entries come before the layers: the n-gram embedding keeps the last tokens.
-    """
-
-    def rule(fields: Fields) -> CacheGeometry:
-        stack = Stack()
+        layers = [shape(fields).flat() for shape in shapes]
+        stack = LayerStack()
         for _ in range(leading_state):
             stack.recur()
-        for _ in range(layer_count(fields)):
-            stack.attend(row_of(fields).flat(), row_of(fields).flat())
+        for _ in range(fields.layer_count):
+            stack.attend(*layers)
         return stack.build()
 
     return rule
 
 
-def purely_recurrent(fields: Fields) -> CacheGeometry:
-    """mamba, rwkv: refused, since there are no keys and values to keep."""
-    raise GeometryError(
-        f"{fields.family} is purely recurrent: it keeps a state of fixed size and no keys or "
-        "values, so this cache has nothing to hold; use mlx-lm's own cache for it"
-    )
+def indexer(fields: Fields) -> RowShape:
+    """deepseek_v32: the indexer's keys, given as values too."""
+    return of_heads(1, fields.integer("index_head_dim"))
 
 
-def shared_kv(fields: Fields) -> CacheGeometry:
-    """gemma3n: the trailing num_kv_shared_layers read the last owner of their own type."""
-    count = layer_count(fields)
-    kinds = listed_kinds(fields, count, ("flat", "ring"))
-    if kinds is None:
-        raise fields.error("layer_types", None, "a list of layer types")
-    head_dim = fields.integer("head_dim")
-    rows = [Row(kv_heads(fields), head_dim, head_dim)] * count
-    return stack_kinds(fields, kinds, rows, fields.optional_integer("num_kv_shared_layers", 0) or 0)
+#: The published config of minimax_m3_vl nests these fields, a re-saved one has them flat.
+MINIMAX_M3_NESTED = {
+    "sparse_block_size": "index_block_size",
+    "sparse_index_dim": "index_head_dim",
+    "sparse_attention_freq": "sparse_attention_freq",
+}
 
 
-def global_rows(fields: Fields, kinds: tuple[Kind, ...]) -> list[Row]:
-    """gemma4: full layers may have head_dim and KV heads of their own.
-
-    global_head_dim always applies to them, num_global_key_value_heads only with
-    attention_k_eq_v. A config object of transformers gives the same facts as per_layer_config.
-    """
-    local_dim = either_head_dim(fields)
-    local = Row(kv_heads(fields), local_dim, local_dim)
-    full_dim = fields.optional_integer("global_head_dim") or local_dim
-    heads = local.kv_heads
-    if fields.flag("attention_k_eq_v"):
-        heads = fields.optional_integer("num_global_key_value_heads") or heads
-    full = Row(heads, full_dim, full_dim)
-    rows = [full if kind == "flat" else local for kind in kinds]
-    if not fields.given("per_layer_config"):
-        return rows
-    overrides = fields.section("per_layer_config")
-    return [_overridden(overrides, index, row) for index, row in enumerate(rows)]
+def minimax_m3(fields: Fields) -> CacheGeometry:
+    """minimax_m3_vl: sparse layers also cache the indexer's keys, without values."""
+    if fields.raw("sparse_attention_config"):
+        nested = fields.section("sparse_attention_config").values
+        found = {flat: nested[name] for name, flat in MINIMAX_M3_NESTED.items() if name in nested}
+        fields = replace(fields, values={**fields.values, **found})
+    shape = row_shapes.given(fields)
+    stack = LayerStack()
+    for is_sparse in _sparse_layers(fields):
+        if is_sparse:
+            stack.attend(shape.flat(), RowShape(1, fields.integer("index_head_dim"), 0).flat())
+        else:
+            stack.attend(shape.flat())
+    return stack.build()
 
 
-def _overridden(overrides: Fields, index: int, row: Row) -> Row:
-    # JSON has string keys, the config object itself integers.
-    by_index: Mapping[Any, Any] = overrides.values
-    values = by_index.get(str(index), by_index.get(index))
-    if values is None:
-        return row
-    if not isinstance(values, Mapping):
-        raise overrides.error(str(index), values, "an object with fields of its own")
-    own = Fields(values, f"{overrides.family}[{index}]")
-    heads = own.optional_integer("num_key_value_heads") or row.kv_heads
-    head_dim = own.optional_integer("head_dim")
-    return Row(heads, head_dim or row.key_dim, head_dim or row.value_dim)
+def _sparse_layers(fields: Fields) -> list[bool]:
+    count = fields.layer_count
+    types = fields.words("layer_types", count)
+    for name in types or ():
+        if name not in ("full_attention", "minimax_m3_sparse"):
+            raise UnknownLayerTypeError(
+                f"layer type {name!r} of {fields.family} has no known caching rule; known are "
+                "full_attention and minimax_m3_sparse"
+            )
+    if fields.optional_integer("index_block_size") is None:
+        return [False] * count
+    if types is not None:
+        return [name != "full_attention" for name in types]
+    if not fields.given("sparse_attention_freq"):
+        return [True] * count
+    listed = fields.integers("sparse_attention_freq")
+    if len(listed) != count:
+        raise fields.error("sparse_attention_freq", listed, f"a list of {count} integers")
+    return [bool(item) for item in listed]
+
+
+def iquestloopcoder(fields: Fields) -> CacheGeometry:
+    """iquestloopcoder: two passes over the layers: all the flat caches, then all the rings."""
+    count, shape = fields.layer_count, row_shapes.given(fields)
+    if fields.integer("loop_num") != 2:
+        raise fields.error("loop_num", fields.raw("loop_num"), "2, the only one mlx-lm runs")
+    ring = shape.ring(fields.integer("loop_window_size"))
+    return _looped([shape.flat()] * count + [ring] * count, count)
+
+
+def nanbeige(fields: Fields) -> CacheGeometry:
+    """nanbeige: num_loops passes over the layers, each with caches of its own."""
+    count, loops = fields.layer_count, fields.integer("num_loops")
+    weights = fields.raw("loop_loss_weights")
+    if weights:
+        if not isinstance(weights, (list, tuple)):
+            raise fields.error("loop_loss_weights", weights, "a list of numbers")
+        loops = len(weights) + 1
+    return _looped([row_shapes.either(fields).flat()] * (count * loops), count)
+
+
+def _looped(layers: list[LayerGeometry], count: int) -> CacheGeometry:
+    """A stack of `count` layers run several times: layer i reads caches i, i + count, ..."""
+    reads = [tuple(range(index, len(layers), count)) for index in range(count)]
+    return CacheGeometry(tuple(layers), tuple(ModelLayer(caches) for caches in reads))

@@ -1,59 +1,85 @@
-"""Caching rules of single families that mix attention with recurrent layers."""
+"""Rules, and orders of layer kinds, of families with recurrent layers.
+
+Each docstring names its family.
+"""
 
 from __future__ import annotations
 
-from mlx_kvcache.errors import UnknownLayerTypeError
+from mlx_kvcache.errors import GeometryError, UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry
+from mlx_kvcache.facts.hf import row_shapes
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.layer_map_rules import layer_count
+from mlx_kvcache.facts.hf.layer_stack import LayerStack
 from mlx_kvcache.facts.hf.layer_types import (
-    Kind,
-    Stack,
+    HYBRID,
+    MemoryKind,
     all_of,
     every,
     kinds_of,
     listed_kinds,
-    stack_kinds,
+    required_layer_types,
+    resolved_kinds,
 )
-from mlx_kvcache.facts.hf.row_shapes import (
-    Row,
-    derived_head_dim,
-    derived_row,
-    either_row,
-    given_row,
-)
-
-MIXED: tuple[Kind, ...] = ("flat", "recurrent")
+from mlx_kvcache.facts.hf.row_shapes import of_heads
 
 
-def granitemoehybrid(fields: Fields) -> CacheGeometry:
-    """granitemoehybrid: layer_types, which must be given, name attention and mamba layers."""
-    count = layer_count(fields)
-    kinds = listed_kinds(fields, count, MIXED)
-    if kinds is None:
-        raise fields.error("layer_types", None, "a list of layer types")
-    return stack_kinds(fields, kinds, [derived_row(fields)] * count)
+def bailing_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
+    """bailing: the last layer of a group is full, and so is what is left over after the groups."""
+    count, size = fields.layer_count, fields.integer("layer_group_size")
+    whole = count // size * size
+    own = every(size, whole, "recurrent") + all_of("flat", count - whole)
+    return resolved_kinds(fields, "layer_group_size", own)
 
 
-def jamba(fields: Fields) -> CacheGeometry:
+def kimi_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
+    """kimi: linear_attn_config.kda_layers lists the linear layers, counted from 1."""
+    listed = listed_kinds(fields)
+    if listed is not None and not fields.given("linear_attn_config"):
+        return listed
+    linear = set(fields.section("linear_attn_config").integers("kda_layers", 1))
+    numbers = range(1, fields.layer_count + 1)
+    own = tuple(_full_or_recurrent(number not in linear) for number in numbers)
+    return resolved_kinds(fields, "linear_attn_config", own)
+
+
+def lfm2_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
+    """lfm2: full_attn_idxs lists the attention layers; without it, layer_types do."""
+    if not fields.given("full_attn_idxs"):
+        return required_layer_types(HYBRID)(fields)
+    full = set(fields.integers("full_attn_idxs"))
+    own = tuple(_full_or_recurrent(index in full) for index in range(fields.layer_count))
+    return resolved_kinds(fields, "full_attn_idxs", own)
+
+
+def _full_or_recurrent(is_full: bool) -> MemoryKind:
+    return "flat" if is_full else "recurrent"
+
+
+def jamba_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
     """jamba: layers_block_type, else attention at attn_layer_offset of each attn_layer_period."""
-    count = layer_count(fields)
+    count = fields.layer_count
     blocks = fields.words("layers_block_type", count)
     if blocks is not None:
-        kinds = kinds_of(fields, blocks, MIXED)
-    else:
-        period, offset = (
-            fields.integer("attn_layer_period"),
-            fields.integer("attn_layer_offset", 0),
-        )
-        if offset >= period:
-            raise fields.error("attn_layer_offset", offset, f"less than the period ({period})")
-        kinds = every(period, count, "recurrent", offset)
-    return stack_kinds(fields, kinds, [derived_row(fields)] * count)
+        return kinds_of(fields, blocks, HYBRID)
+    period, offset = fields.integer("attn_layer_period"), fields.integer("attn_layer_offset", 0)
+    if offset >= period:
+        raise fields.error("attn_layer_offset", offset, f"less than the period ({period})")
+    return every(period, count, "recurrent", offset)
 
 
-#: nemotron_h writes a block as a letter or as a word; None remembers nothing.
-NEMOTRON_BLOCKS: dict[str, Kind | None] = {
+def plamo2_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
+    """plamo2: one attention layer in each mamba_step; with few layers only the last."""
+    count = fields.layer_count
+    if not fields.flag("mamba_enabled"):
+        return all_of("flat", count)
+    step = fields.integer("mamba_step", 2)
+    if count <= step // 2:
+        return (*all_of("recurrent", count - 1), "flat")
+    return every(step, count, "recurrent", step // 2)
+
+
+#: nemotron_h writes a block as a letter or as a word.
+NEMOTRON_BLOCKS: dict[str, MemoryKind] = {
     "*": "flat",
     "full_attention": "flat",
     "attention": "flat",
@@ -61,14 +87,14 @@ NEMOTRON_BLOCKS: dict[str, Kind | None] = {
     "linear_attention": "recurrent",
     "mamba": "recurrent",
     "conv": "recurrent",
-    "E": None,
-    "moe": None,
-    "-": None,
-    "mlp": None,
+    "E": "none",
+    "moe": "none",
+    "-": "none",
+    "mlp": "none",
 }
 
 
-def nemotron_h(fields: Fields) -> CacheGeometry:
+def nemotron_h_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
     """nemotron_h: a letter or word for each block; the list itself says how many there are."""
     blocks = fields.raw("hybrid_override_pattern")
     if isinstance(blocks, str):
@@ -78,32 +104,23 @@ def nemotron_h(fields: Fields) -> CacheGeometry:
     blocks = blocks or fields.words("layers_block_type") or fields.words("layer_types")
     if not blocks:
         raise fields.error("hybrid_override_pattern", None, "a list or word of block types")
-    row = either_row(fields)
-    stack = Stack()
     for index, block in enumerate(blocks):
         if block not in NEMOTRON_BLOCKS:
             raise UnknownLayerTypeError(
                 f"block {index} of {fields.family} has the type {block!r}, whose caching rule is "
                 f"not known; known are {', '.join(NEMOTRON_BLOCKS)}"
             )
-        kind = NEMOTRON_BLOCKS[block]
-        if kind == "flat":
-            stack.attend(row.flat())
-        elif kind == "recurrent":
-            stack.recur()
-        else:
-            stack.skip()
-    return stack.build()
+    return tuple(NEMOTRON_BLOCKS[block] for block in blocks)
 
 
 def nemotron_nas(fields: Fields) -> CacheGeometry:
     """nemotron-nas: a config for each block, which may have no attention at all."""
-    count, heads = layer_count(fields), fields.integer("num_attention_heads")
+    count, heads = fields.layer_count, row_shapes.query_heads(fields)
     blocks = fields.raw("block_configs")
     if not isinstance(blocks, (list, tuple)) or len(blocks) != count:
         raise fields.error("block_configs", blocks, f"a list of {count} objects")
-    head_dim = derived_head_dim(fields)
-    stack = Stack()
+    head_dim = row_shapes.derived_head_dim(fields)
+    stack = LayerStack()
     for index, block in enumerate(blocks):
         attention = Fields({"block": block}, f"{fields.family}.block_configs[{index}]")
         attention = attention.section("block").section("attention")
@@ -113,51 +130,52 @@ def nemotron_nas(fields: Fields) -> CacheGeometry:
             group = attention.integer("n_heads_in_group")
             if heads % group:
                 raise attention.error("n_heads_in_group", group, f"a divisor of {heads} heads")
-            stack.attend(Row(heads // group, head_dim, head_dim).flat())
+            stack.attend(of_heads(heads // group, head_dim).flat())
     return stack.build()
-
-
-def plamo2(fields: Fields) -> CacheGeometry:
-    """plamo2: one attention layer in each mamba_step; with few layers only the last."""
-    count, row = layer_count(fields), given_row(fields)
-    if not fields.flag("mamba_enabled"):
-        return stack_kinds(fields, all_of("flat", count), [row] * count)
-    step = fields.integer("mamba_step", 2)
-    if count <= step // 2:
-        kinds: tuple[Kind, ...] = (*all_of("recurrent", count - 1), "flat")
-    else:
-        kinds = every(step, count, "recurrent", step // 2)
-    return stack_kinds(fields, kinds, [row] * count)
 
 
 def recurrent_gemma(fields: Fields) -> CacheGeometry:
     """recurrent_gemma: block_types repeat; attention has one KV head and a window."""
-    count = layer_count(fields)
     blocks = fields.words("block_types") or fields.words("_block_types")
     if not blocks:
         raise fields.error("block_types", None, "a list of 'recurrent' and 'attention'")
-    head_dim, window = derived_head_dim(fields), fields.integer("attention_window_size")
-    kinds = kinds_of(fields, [blocks[index % len(blocks)] for index in range(count)], MIXED)
-    stack = Stack()
-    for kind in kinds:
+    head_dim, window = row_shapes.derived_head_dim(fields), fields.integer("attention_window_size")
+    types = [blocks[index % len(blocks)] for index in range(fields.layer_count)]
+    stack = LayerStack()
+    for kind in kinds_of(fields, types, HYBRID):
         if kind == "recurrent":
             stack.recur()
         else:
-            stack.attend(Row(1, head_dim, head_dim).ring(window))
+            stack.attend(of_heads(1, head_dim).ring(window))
     return stack.build()
 
 
 def baichuan_m1(fields: Fields) -> CacheGeometry:
     """baichuan_m1: a convolution beside each attention; listed layers slide, with own heads."""
     sliding = set(fields.integers("sliding_window_layers"))
-    hidden, full = fields.integer("hidden_size"), derived_row(fields)
-    heads = fields.optional_integer("num_swa_attention_heads", 0) or fields.integer(
-        "num_attention_heads"
-    )
+    hidden, full = fields.integer("hidden_size"), row_shapes.derived(fields)
+    heads = fields.optional_integer("num_swa_attention_heads", 0) or row_shapes.query_heads(fields)
     swa_heads = fields.optional_integer("num_swa_key_value_heads", 0) or full.kv_heads
-    swa = Row(swa_heads, hidden // heads, hidden // heads)
-    stack = Stack()
-    for index in range(layer_count(fields)):
+    swa = of_heads(swa_heads, hidden // heads)
+    stack = LayerStack()
+    for index in range(fields.layer_count):
         layer = swa.ring(fields.integer("sliding_window")) if index in sliding else full.flat()
         stack.attend(layer, recurrent=True)
     return stack.build()
+
+
+def falcon_h1(fields: Fields) -> CacheGeometry:
+    """falcon_h1: every layer has a state space beside its attention."""
+    shape = row_shapes.given(fields)
+    stack = LayerStack()
+    for _ in range(fields.layer_count):
+        stack.attend(shape.flat(), recurrent=True)
+    return stack.build()
+
+
+def purely_recurrent(fields: Fields) -> CacheGeometry:
+    """mamba, rwkv: refused, since there are no keys and values to keep."""
+    raise GeometryError(
+        f"{fields.family} is purely recurrent: it keeps a state of fixed size and no keys or "
+        "values, so this cache has nothing to hold; use mlx-lm's own cache for it"
+    )
