@@ -1,4 +1,4 @@
-"""What breaks a rule is refused by the writer, and by the reader on its own."""
+"""What breaks a rule is refused by the writer, and by the reader on what it is given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_kvcache.facts.metadata import make_metadata
 
 from .described import COLUMNS, GEOMETRY, NUMBERS, Metadata, metadata, read
 
-# Each rule: what is changed, where, and what the two messages say of it.
+# Each rule: what is changed, where, and what the message says of it.
 JUNK: list[tuple[str, Any]] = [
     ("a number in words", "8"),
     ("a float", 8.0),
