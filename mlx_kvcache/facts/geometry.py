@@ -152,8 +152,9 @@ class CacheGeometry:
         """The geometry that a Hugging Face config describes.
 
         `config` is a transformers config object, the dict of a config.json, or a path to that
-        file or to the directory that holds it. Raises `GeometryError` when a field is missing or
-        malformed and `UnknownLayerTypeError` for a layer type or family without a known rule.
+        file or to the directory that holds it. Raises `ModelNotFoundError` for a path that leads to
+        no config, `GeometryError` when a field is missing or malformed, and
+        `UnknownLayerTypeError` for a layer type or family without a known rule.
         """
         from mlx_kvcache.facts.hf.from_config import geometry_from_hf
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf import row_shapes
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.layer_stack import LayerStack, stack_kinds
+from mlx_kvcache.facts.hf.layer_stack import stack_kinds
 from mlx_kvcache.facts.hf.layer_types import (
     SLIDING,
     MemoryKind,
@@ -61,10 +61,9 @@ def mimo_v2_flash(fields: Fields) -> CacheGeometry:
     if len(pattern) != count or set(pattern) - {0, 1}:
         raise fields.error("hybrid_layer_pattern", pattern, f"{count} times 0 (full) or 1 (slides)")
     window = fields.integer("sliding_window_size") if 1 in pattern else 0
-    stack = LayerStack()
-    for slides in pattern:
-        stack.attend(sliding.ring(window) if slides else full.flat())
-    return stack.build()
+    kinds: tuple[MemoryKind, ...] = tuple("ring" if slides else "flat" for slides in pattern)
+    shapes = [sliding if slides else full for slides in pattern]
+    return stack_kinds(fields, kinds, shapes, window=window)
 
 
 def step3p5(fields: Fields) -> CacheGeometry:
@@ -81,6 +80,13 @@ def step3p5(fields: Fields) -> CacheGeometry:
     return stack_kinds(fields, kinds, [sliding if kind == "ring" else full for kind in kinds])
 
 
+def plamo(fields: Fields) -> CacheGeometry:
+    """plamo: n_shared_head query heads share a KV head."""
+    heads, shared = row_shapes.query_heads(fields), fields.integer("n_shared_head")
+    shape = of_heads(-(-heads // shared), row_shapes.derived_head_dim(fields))
+    return stack_kinds(fields, all_of("flat", fields.layer_count), shape)
+
+
 def plamo3(fields: Fields) -> CacheGeometry:
     """plamo3: each sliding_window_pattern-th layer is full, the others see window_size rows back.
 
@@ -90,10 +96,8 @@ def plamo3(fields: Fields) -> CacheGeometry:
     shape = row_shapes.given(fields)
     window = fields.optional_integer("sliding_window") or fields.integer("window_size")
     own = every(fields.integer("sliding_window_pattern"), fields.layer_count, "ring")
-    stack = LayerStack()
-    for kind in resolved_kinds(fields, "sliding_window_pattern", own):
-        stack.attend(shape.ring(window + 1) if kind == "ring" else shape.flat())
-    return stack.build()
+    kinds = resolved_kinds(fields, "sliding_window_pattern", own)
+    return stack_kinds(fields, kinds, shape, window=window + 1)
 
 
 def openelm(fields: Fields) -> CacheGeometry:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mlx_kvcache.errors import UnknownLayerTypeError
+from mlx_kvcache.errors import GeometryError, UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf import attention_rules as attention
 from mlx_kvcache.facts.hf import layer_map_rules as layer_map
@@ -53,11 +53,9 @@ def _each(
 _flat = partial(_each, flat)
 
 
-def _unsupported(reason: str) -> Family:
+def _refused(error: type[GeometryError], reason: str) -> Family:
     def rule(fields: Fields) -> CacheGeometry:
-        raise UnknownLayerTypeError(
-            f"{fields.family} has no rule here: {reason}. Use mlx-lm's own cache for it"
-        )
+        raise error(f"{fields.family} {reason}; use mlx-lm's own cache for it")
 
     return Family(rule)
 
@@ -134,7 +132,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_attention_heads": "num_heads",
         },
     ),
-    "plamo": _flat(row.plamo, {"n_shared_head": 8}),
+    "plamo": Family(attention.plamo, {"n_shared_head": 8}),
     # Every layer flat; head_dim may be given.
     **dict.fromkeys(
         [
@@ -288,9 +286,18 @@ FAMILIES: Mapping[str, Family] = {
     "baichuan_m1": Family(recurrent.baichuan_m1),
     "falcon_h1": Family(recurrent.falcon_h1, _sizes(36, 1024, 8, 2, 64)),
     # Nothing for this cache to hold, or a cache of the family's own.
-    **dict.fromkeys(("mamba", "mamba2", "rwkv7"), Family(recurrent.purely_recurrent)),
-    "deepseek_v41": _unsupported(
-        "it caches a window, compressed groups and index keys in a cache of its own"
+    **dict.fromkeys(
+        ("mamba", "mamba2", "rwkv7"),
+        _refused(
+            GeometryError,
+            "is purely recurrent: it keeps a state of fixed size and no keys or values, so this "
+            "cache has nothing to hold",
+        ),
+    ),
+    "deepseek_v41": _refused(
+        UnknownLayerTypeError,
+        "has no rule here: it caches a window, compressed groups and index keys in a cache of its "
+        "own",
     ),
 }
 

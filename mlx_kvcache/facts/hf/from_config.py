@@ -21,12 +21,7 @@ from mlx_kvcache.facts.hf.wrappers import WRAPPERS, Wrapper
 
 
 def geometry_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -> CacheGeometry:
-    """The geometry of the caches that mlx-lm makes when it runs the model of this config.
-
-    `config` is a transformers config object, the dict of a config.json, or a path to that file
-    or to its directory. Raises `ModelNotFoundError` for a path that leads to no config,
-    `GeometryError` for a malformed one, `UnknownLayerTypeError` where no rule is known.
-    """
+    """What `CacheGeometry.from_hf` answers: the caches that mlx-lm makes for the model."""
     values = read_config(config)
     model_type = _model_type(values)
     wrapper = WRAPPERS.get(model_type)
@@ -108,9 +103,7 @@ def _as_mapping(config: object) -> Mapping[str, Any]:
 
 def _wrapped(model_type: str, wrapper: Wrapper, values: Mapping[str, Any]) -> CacheGeometry:
     family, text = wrapper.family, values.get("text_config")
-    if text is None and wrapper.nested and not _is_text_part(model_type, values):
-        raise Fields(values, model_type).error("text_config", None, "an object: the text model")
-    if text is not None:
+    if text is not None or (wrapper.nested and not _is_text_part(model_type, values)):
         values = _text_section(model_type, text)
         family = wrapper.by_text_type.get(_model_type(values), family)
         model_type = f"{model_type}.text_config"

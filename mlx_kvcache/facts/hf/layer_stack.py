@@ -60,11 +60,12 @@ def stack_kinds(
     kinds: Sequence[MemoryKind],
     shapes: RowShape | Sequence[RowShape],
     shared: int = 0,
+    window: int | None = None,
 ) -> CacheGeometry:
     """One model layer for each kind, with one row shape for all or one for each.
 
     The last `shared` layers own nothing and read the last earlier owner of their kind. Raises
-    `GeometryError` when there is none.
+    `GeometryError` when there is none. window: that of rings, where not `sliding_window` says it.
     """
     owned = len(kinds) - shared
     if shared and owned < 1:
@@ -90,14 +91,13 @@ def stack_kinds(
             stack.skip()
         else:
             last_owner[kind] = len(stack.layers)
-            stack.attend(_cache_layer(fields, kind, shape))
+            flat = kind == "flat"
+            stack.attend(shape.flat() if flat else shape.ring(window or _window(fields, kind)))
     return stack.build()
 
 
-def _cache_layer(fields: Fields, kind: MemoryKind, shape: RowShape) -> LayerGeometry:
-    if kind == "flat":
-        return shape.flat()
+def _window(fields: Fields, kind: MemoryKind) -> int:
     name = "sliding_window" if kind == "ring" else "attention_chunk_size"
     if fields.raw(name) is None:
         raise fields.error(name, None, f"a positive integer, since there are {kind} layers")
-    return shape.ring(fields.integer(name))
+    return fields.integer(name)

@@ -5,11 +5,11 @@ Each docstring names its family.
 
 from __future__ import annotations
 
-from mlx_kvcache.errors import GeometryError, UnknownLayerTypeError
+from mlx_kvcache.errors import UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf import row_shapes
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.layer_stack import LayerStack
+from mlx_kvcache.facts.hf.layer_stack import LayerStack, stack_kinds
 from mlx_kvcache.facts.hf.layer_types import (
     HYBRID,
     MemoryKind,
@@ -141,13 +141,8 @@ def recurrent_gemma(fields: Fields) -> CacheGeometry:
         raise fields.error("block_types", None, "a list of 'recurrent' and 'attention'")
     head_dim, window = row_shapes.derived_head_dim(fields), fields.integer("attention_window_size")
     types = [blocks[index % len(blocks)] for index in range(fields.layer_count)]
-    stack = LayerStack()
-    for kind in kinds_of(fields, types, HYBRID):
-        if kind == "recurrent":
-            stack.recur()
-        else:
-            stack.attend(of_heads(1, head_dim).ring(window))
-    return stack.build()
+    kinds = tuple("ring" if kind == "flat" else kind for kind in kinds_of(fields, types, HYBRID))
+    return stack_kinds(fields, kinds, of_heads(1, head_dim), window=window)
 
 
 def baichuan_m1(fields: Fields) -> CacheGeometry:
@@ -171,11 +166,3 @@ def falcon_h1(fields: Fields) -> CacheGeometry:
     for _ in range(fields.layer_count):
         stack.attend(shape.flat(), recurrent=True)
     return stack.build()
-
-
-def purely_recurrent(fields: Fields) -> CacheGeometry:
-    """mamba, rwkv: refused, since there are no keys and values to keep."""
-    raise GeometryError(
-        f"{fields.family} is purely recurrent: it keeps a state of fixed size and no keys or "
-        "values, so this cache has nothing to hold; use mlx-lm's own cache for it"
-    )

@@ -99,8 +99,17 @@ def latent(fields: Fields) -> RowShape:
 
 def expanded(fields: Fields) -> RowShape:
     """MLA that caches what the latent expands to, for all heads."""
+    return _expanded(fields, fields.integer("v_head_dim"))
+
+
+def minicpm3(fields: Fields) -> RowShape:
+    """minicpm3: expanded MLA whose value dim is the derived head dim."""
+    return _expanded(fields, derived_head_dim(fields))
+
+
+def _expanded(fields: Fields, value_dim: int) -> RowShape:
     key_dim = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
-    return RowShape(query_heads(fields), key_dim, fields.integer("v_head_dim"))
+    return RowShape(query_heads(fields), key_dim, value_dim)
 
 
 def bigcode(fields: Fields) -> RowShape:
@@ -113,18 +122,6 @@ def dbrx(fields: Fields) -> RowShape:
     """dbrx: the KV heads stand in attn_config."""
     head_dim = derived_head_dim(fields)
     return of_heads(fields.section("attn_config").integer("kv_n_heads"), head_dim)
-
-
-def plamo(fields: Fields) -> RowShape:
-    """plamo: n_shared_head query heads share a KV head."""
-    heads, shared = query_heads(fields), fields.integer("n_shared_head")
-    return of_heads(-(-heads // shared), derived_head_dim(fields))
-
-
-def minicpm3(fields: Fields) -> RowShape:
-    """minicpm3: expanded MLA whose value dim is the derived head dim."""
-    key_dim = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
-    return RowShape(query_heads(fields), key_dim, derived_head_dim(fields))
 
 
 def kimi_linear(fields: Fields) -> RowShape:
