@@ -16,9 +16,8 @@ from typing import Literal
 import mlx.core as mx
 
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.config import CacheConfig, item_size
 from mlx_kvcache.facts.geometry import CacheGeometry
-from mlx_kvcache.layout.footprint import ITEM_SIZES
 
 KernelPath = Literal["metal", "ops"]
 
@@ -154,5 +153,5 @@ def prefers_array_start(bytes_per_token: int) -> bool:
 
 def bytes_per_token(geometry: CacheGeometry, config: CacheConfig) -> int:
     """Bytes stored for one token in all layers; two a number where the dtype is the model's."""
-    size = ITEM_SIZES.get(config.kv_dtype or "", 2)
-    return sum(layer.elements_per_position for layer in geometry.layers) * size
+    elements = sum(layer.elements_per_position for layer in geometry.layers)
+    return elements * item_size(config.kv_dtype)
