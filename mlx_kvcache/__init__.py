@@ -23,7 +23,7 @@ from mlx_kvcache.control.registry import REGISTRY, CacheRegistry, CacheSession, 
 from mlx_kvcache.errors import KVCacheError
 from mlx_kvcache.facts.config import CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
-from mlx_kvcache.facts.metadata import read_metadata, write_metadata
+from mlx_kvcache.facts.metadata_file import read_metadata, write_metadata
 
 if TYPE_CHECKING:
     from mlx_kvcache.cache.attention import AttendSpec, attend
