@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from mlx_kvcache.control.factory import FACTORY, CacheFactory
 from mlx_kvcache.control.protocols import (
     AttentionBackend,
-    AttentionLayer,
     Cache,
     SequenceControl,
     SequencePlanner,
@@ -42,7 +41,6 @@ __all__ = [
     "REGISTRY",
     "AttendSpec",
     "AttentionBackend",
-    "AttentionLayer",
     "Cache",
     "CacheConfig",
     "CacheFactory",
