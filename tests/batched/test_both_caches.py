@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_kvcache import FACTORY, CacheConfig, SharedControl, StepBackend, attend
-from mlx_kvcache.cache.attend import AttendSpec
+from mlx_kvcache.cache.attention import AttendSpec
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import AttentionError, UpdateDtypeError

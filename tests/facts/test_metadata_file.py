@@ -13,7 +13,7 @@ import pytest
 from mlx_kvcache import read_metadata, write_metadata
 from mlx_kvcache.errors import KVCacheError, MetadataError, ModelNotFoundError
 from mlx_kvcache.facts.geometry import CacheGeometry
-from mlx_kvcache.facts.metadata import METADATA_FILE
+from mlx_kvcache.facts.metadata_file import METADATA_FILE
 from tests.support.described_geometry import GEOMETRY, metadata
 
 
@@ -121,7 +121,7 @@ def test_a_missing_file_or_directory_is_named(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "cannot be read as JSON"),
         (b"[" * 100_000, "cannot be read as JSON"),
         (b"[]", "a mapping of fields"),
-        (b"{}", "no field 'version'"),
+        (b"{}", "lacks version"),
         (b'{"version": NaN}', "version nan cannot be read"),
         (b'{"version": 1}', "lacks n_caches"),
     ],
