@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlx_kvcache.chat.conversation import Conversation
 from mlx_kvcache.commands.figures import size_text
 from mlx_kvcache.commands.generate_report import cache_line, memory_line
-from mlx_kvcache.commands.transcript import save_transcript
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.files import replacing
 
 MAIN = "main"
 Lines = list[str]
@@ -113,10 +115,10 @@ def _forks(room: Room, arguments: list[str]) -> Lines:
 def _stats(room: Room, arguments: list[str]) -> Lines:
     _expect(not arguments, STATS)
     conversation = room.conversation
-    cached = conversation.cached
+    cached, held = conversation.cached, conversation.history.held
     others = len(room.conversations) - 1
     lines = [
-        f"chat    {room.name}: {_extent(conversation)}, {len(cached.held)} of them in the cache; "
+        f"chat    {room.name}: {_extent(conversation)}, {held} of them in the cache; "
         f"{others} other conversation{'' if others == 1 else 's'}",
         cache_line(cached.sequence),
         memory_line(),
@@ -139,8 +141,27 @@ def _save(room: Room, arguments: list[str]) -> Lines:
     names = [argument for argument in arguments if argument != "--force"]
     _expect(len(names) == 1 and len(arguments) == 1 + force and bool(names[0]), SAVE)
     path = Path(names[0]).expanduser()
-    count = save_transcript(room.conversation, path, force)
-    return [f"{count} message{'' if count == 1 else 's'} written to {path}"]
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists; add --force to overwrite it")
+    messages = list(_messages(room.conversation))
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in messages)
+    return [f"{len(messages)} message{'' if len(messages) == 1 else 's'} written to {path}"]
+
+
+def _messages(conversation: Conversation) -> Iterator[dict[str, Any]]:
+    """The messages of a conversation; a turn whose answer was undone has none of the assistant."""
+    if conversation.options.system is not None:
+        yield {"role": "system", "content": conversation.options.system}
+    for turn in conversation.turns:
+        yield {"role": "user", "content": turn.user}
+        if turn.answer:
+            yield {
+                "role": "assistant",
+                "content": conversation.answer_text(turn),
+                "finish_reason": turn.end,
+                "token_ids": list(turn.answer),
+            }
 
 
 def _help(_room: Room, arguments: list[str]) -> Lines:

@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from mlx_kvcache.errors import ConfigError
+
 #: Exit statuses: the system failed us, a wrong request, and what a shell gives for SIGINT and
 #: SIGPIPE.
 SYSTEM_ERROR = 1
@@ -39,6 +41,21 @@ def prepare_stdout() -> None:
     """Let stdout take any text: what its encoding lacks becomes a question mark."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+def decoded(data: bytes, name: str) -> str:
+    """What was read as text. Raises `ConfigError`, under `name`, when it is not UTF-8."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise not_utf8(name, error) from error
+
+
+def not_utf8(name: str, error: UnicodeDecodeError) -> ConfigError:
+    """What to raise for text, known to a person as `name`, that cannot be decoded."""
+    return ConfigError(
+        f"{name} is not valid UTF-8 ({error.reason} at byte {error.start}); convert it"
+    )
 
 
 def write_json(facts: dict[str, Any]) -> None:

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from mlx_kvcache.commands.console import write_json
-from mlx_kvcache.commands.context import position_limit
 from mlx_kvcache.commands.inspect_report import inspect_facts, print_inspection
 from mlx_kvcache.commands.inspection import Inspection, inspection
-from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.commands.loading import position_limit
+from mlx_kvcache.commands.options import check_dtype, check_integer
 from mlx_kvcache.facts.config import MAX_CAPACITY
 
 #: The context of a model whose config names none.
@@ -56,8 +56,8 @@ def inspect(
     mlx-kvcache inspect org/model --json | jq .total
     ```
     """
-    if context is not None and not 1 <= context <= MAX_CAPACITY:
-        raise ConfigError(f"--context must be between 1 and {MAX_CAPACITY}, got {context}")
+    check_integer("--context", context, 1)
+    check_dtype("--kv-dtype", kv_dtype)
     config = read_model_config(model_or_config)
     found = _inspect(model_or_config, config, context, kv_dtype)
     if as_json:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.layer_kinds import LayerGroup, layer_groups
@@ -74,8 +73,6 @@ def inspection(
 
     Raises `ConfigError` for an unknown dtype and what `CacheGeometry.from_hf` raises.
     """
-    if kv_dtype not in ITEM_SIZES:
-        raise ConfigError(f"--kv-dtype must be one of {', '.join(ITEM_SIZES)}, got {kv_dtype!r}")
     size = item_size(kv_dtype)
     geometry = CacheGeometry.from_hf(config)
     family = str(config.get("model_type") or "")

@@ -114,7 +114,7 @@ def op(
         cache,
         given,
         steps=wanted or (given.positions,),
-        windows=parse_windows(windows) or (0,),
+        windows=parse_windows(windows),
         spare=spare,
         scale=scale,
         softcap=softcap,

@@ -13,14 +13,13 @@ A window of 0 is a flat layer. Capacity and dtype are the run's choice and never
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from mlx_kvcache.errors import MetadataError, ModelNotFoundError
+from mlx_kvcache.facts.files import replacing
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
 
 #: Raised whenever an old reader would misunderstand the fields. A field that it may ignore is
@@ -253,17 +252,11 @@ def write_metadata(geometry: CacheGeometry, directory: str | PathLike[str]) -> P
             f"there is no directory {file.parent} to write {METADATA_FILE} into; "
             "give the directory of a model"
         )
-    partial = file.with_name(f".{METADATA_FILE}.{uuid.uuid4().hex}.partial")
     try:
-        with partial.open("x", encoding="utf-8") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, file)
+        with replacing(file) as partial:
+            partial.write_text(content, encoding="utf-8")
     except OSError as error:
         raise MetadataError(f"{file} cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return file
 
 

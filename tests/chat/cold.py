@@ -55,8 +55,8 @@ def check_cache(conversation: Conversation, probe: int = 7) -> None:
     """The cache holds exactly the conversation's tokens: it goes on as a cold run over them."""
     cached = conversation.cached
     tokens = conversation.tokens
-    assert cached.held == tokens
-    assert cached.sequence.length == len(tokens)
+    assert conversation.history.pending == []
+    assert cached.length == cached.sequence.length == len(tokens)
     assert {layer.offset for layer in cached.sequence.layers} == {len(tokens)}
     if len(tokens) + 1 > conversation.capacity:
         return

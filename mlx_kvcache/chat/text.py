@@ -1,4 +1,4 @@
-"""The turns of a conversation as tokens: inside the model's chat template, or one after another."""
+"""What is said, as tokens: inside the model's chat template, or one text after another."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PROBE = "answer"
 
 
 class ChatScript(Protocol):
-    """How a conversation is written down for the model.
+    """How a conversation, or a single prompt, is written down for the model.
 
-    end_tokens: the tokens that end an answer. renders_history: whether the whole conversation is
+    stop_tokens: the tokens that end an answer. renders_history: whether the whole conversation is
     written anew for each turn, so that a turn without an answer is left out of it.
     """
 
-    end_tokens: frozenset[int]
+    stop_tokens: frozenset[int]
     renders_history: bool
 
     def write(self, exchanges: Sequence[Exchange], tokens: Sequence[int], text: str) -> list[int]:
@@ -34,14 +34,15 @@ class ChatScript(Protocol):
 def chat_script(tokenizer: Any, system: str | None, raw: bool) -> ChatScript:
     """The script of a tokenizer: its chat template, or none under `raw` or where it has none.
 
-    Raises `ConfigError` for a system prompt that has no template to go into.
+    Raises `ConfigError` for a system prompt that the template refuses, or that has none to go
+    into.
     """
     if not raw and tokenizer.has_chat_template:
         return TemplateScript(tokenizer, system)
     if system is not None:
         raise ConfigError(
             "the model has no chat template to put a system prompt into; leave --system out "
-            "and write it into the first turn"
+            "and write it into the prompt"
         )
     return PlainScript(tokenizer)
 
@@ -53,7 +54,7 @@ class PlainScript:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.end_tokens = frozenset(tokenizer.eos_token_ids)
+        self.stop_tokens = frozenset(tokenizer.eos_token_ids)
 
     def write(self, exchanges: Sequence[Exchange], tokens: Sequence[int], text: str) -> list[int]:
         """The tokens so far and those of `text`. `ConfigError` when it has none."""
@@ -77,8 +78,10 @@ class TemplateScript:
 
     def __init__(self, tokenizer: Any, system: str | None) -> None:
         self._tokenizer = tokenizer
-        self._system = system
-        self.end_tokens = frozenset(tokenizer.eos_token_ids) | self._turn_end()
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.stop_tokens = stop_tokens(tokenizer)
+        if self._system:
+            self.write([], [], _PROBE)
 
     def write(self, exchanges: Sequence[Exchange], tokens: Sequence[int], text: str) -> list[int]:
         """The conversation as the template renders it.
@@ -86,10 +89,14 @@ class TemplateScript:
         It continues `tokens` unless the template writes earlier turns otherwise than before.
         Raises `ConfigError` when the template refuses.
         """
-        messages = self._messages(exchanges, text)
-        rendered: list[int] = [int(token) for token in self._render(messages, tokenize=True)]
+        messages = list(self._system)
+        for user, answer in exchanges:
+            messages.append({"role": "user", "content": user})
+            messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "user", "content": text})
+        rendered = [int(token) for token in _render(self._tokenizer, messages, tokenize=True)]
         if rendered[: len(tokens)] != list(tokens):
-            whole = str(self._render(messages, tokenize=False))
+            whole = str(_render(self._tokenizer, messages, tokenize=False))
             spelled = spell(self._tokenizer, tokens)
             if whole.startswith(spelled):
                 rest = self._tokenizer.encode(whole[len(spelled) :], add_special_tokens=False)
@@ -98,37 +105,24 @@ class TemplateScript:
             raise ConfigError("the model's chat template renders nothing of this; use --raw")
         return rendered
 
-    def _messages(self, exchanges: Sequence[Exchange], text: str) -> list[Message]:
-        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-        for user, answer in exchanges:
-            messages.append({"role": "user", "content": user})
-            messages.append({"role": "assistant", "content": answer})
-        messages.append({"role": "user", "content": text})
-        return messages
 
-    def _render(self, messages: list[Message], tokenize: bool, prompt: bool = True) -> Any:
-        from jinja2 import TemplateError
+def stop_tokens(tokenizer: Any) -> frozenset[int]:
+    """The tokens that end an answer inside the chat template.
 
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=tokenize, add_generation_prompt=prompt
-            )
-        except TemplateError as error:
-            hint = "leave --system out, or use --raw" if self._system is not None else "use --raw"
-            raise ConfigError(f"the model's chat template refuses this: {error}; {hint}") from error
-
-    def _turn_end(self) -> frozenset[int]:
-        """The special token that the template puts after an answer, which some configs leave out.
-
-        Raises `ConfigError` when the template refuses the system prompt.
-        """
-        messages = self._messages([], "question")
-        messages.append({"role": "assistant", "content": _PROBE})
-        whole = str(self._render(messages, tokenize=False, prompt=False))
-        _, found, rest = whole.rpartition(_PROBE)
-        after = self._tokenizer.encode(rest, add_special_tokens=False) if found else []
-        special = set(self._tokenizer.all_special_ids)
-        return frozenset(int(token) for token in after[:1] if token in special)
+    Those of the model's config, and the special token that the template puts after an answer,
+    which some configs leave out.
+    """
+    ends = frozenset(tokenizer.eos_token_ids)
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        whole = str(_render(tokenizer, messages, tokenize=False, add_generation_prompt=False))
+    except ConfigError:
+        # A template that takes no answer back has nothing to say about its end.
+        return ends
+    _, found, rest = whole.rpartition(_PROBE)
+    after = tokenizer.encode(rest, add_special_tokens=False) if found else []
+    special = set(tokenizer.all_special_ids)
+    return ends | {int(token) for token in after[:1] if token in special}
 
 
 def spell(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -137,3 +131,23 @@ def spell(tokenizer: Any, tokens: Sequence[int]) -> str:
         list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     return text
+
+
+def _render(
+    tokenizer: Any, messages: list[Message], *, tokenize: bool, add_generation_prompt: bool = True
+) -> Any:
+    """What the template makes of the messages: text, or tokens. Raises `ConfigError`."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt
+        )
+    # A template is a program of its own, and may fail as any program does.
+    except Exception as error:
+        system = messages[0]["role"] == "system"
+        hint = "leave --system out, or use --raw" if system else "use --raw"
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise ConfigError(
+            f"the model's chat template refuses this: {kind}{error}; {hint}"
+        ) from error
