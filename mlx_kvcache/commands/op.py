@@ -1,4 +1,4 @@
-"""`mlx-kvcache op`: the attention op on given or random tensors, against a numpy oracle."""
+"""`mlx-kvcache op`: the attention op on given or random tensors, against a plain recomputation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_kvcache.facts.config import DEFAULT_SPARE
 if TYPE_CHECKING:
     from mlx_kvcache.commands.op_request import OpRequest
 
-#: The status when an answer is further from the oracle than the tolerance.
+#: The status when an answer is further from the recomputation than the tolerance.
 ABOVE_TOLERANCE = 1
 
 
@@ -85,11 +85,12 @@ def op(
     ] = DEFAULT_TOLERANCE,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
-    """Run update_and_attend step by step and compare each answer with a numpy oracle.
+    """Run update_and_attend step by step and compare each answer with a plain recomputation.
 
-    Everything is computed in float32. The oracle rounds keys and values to the storage dtype, as
-    the cache does, so one tolerance serves all dtypes; what the rounding alone changes is shown
-    beside it. Ends with status 1 when an error is above the tolerance.
+    Everything is computed in float32. The recomputation keeps no cache: it attends to all keys and
+    values so far, rounded to the storage dtype as the cache does, so one tolerance serves all
+    dtypes; what the rounding alone changes is shown beside it. Ends with status 1 when an error is
+    above the tolerance.
 
     Examples:
 
