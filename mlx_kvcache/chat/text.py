@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_kvcache.errors import ConfigError
 
@@ -13,42 +13,12 @@ Message = dict[str, str]
 _PROBE = "answer"
 
 
-class ChatScript(Protocol):
-    """How a conversation, or a single prompt, is written down for the model.
+class PlainScript:
+    """Turns and answers follow each other with nothing between them; BOS before the first.
 
     stop_tokens: the tokens that end an answer. renders_history: whether the whole conversation is
     written anew for each turn, so that a turn without an answer is left out of it.
     """
-
-    stop_tokens: frozenset[int]
-    renders_history: bool
-
-    def write(self, exchanges: Sequence[Exchange], tokens: Sequence[int], text: str) -> list[int]:
-        """All tokens of the conversation, up to where the answer to `text` begins.
-
-        exchanges: what was said and answered before; tokens: as which that stands so far. The
-        result continues them wherever the conversation reads the same. Raises `ConfigError`.
-        """
-
-
-def chat_script(tokenizer: Any, system: str | None, raw: bool) -> ChatScript:
-    """The script of a tokenizer: its chat template, or none under `raw` or where it has none.
-
-    Raises `ConfigError` for a system prompt that the template refuses, or that has none to go
-    into.
-    """
-    if not raw and tokenizer.has_chat_template:
-        return TemplateScript(tokenizer, system)
-    if system is not None:
-        raise ConfigError(
-            "the model has no chat template to put a system prompt into; leave --system out "
-            "and write it into the prompt"
-        )
-    return PlainScript(tokenizer)
-
-
-class PlainScript:
-    """Turns and answers follow each other with nothing between them; BOS before the first."""
 
     renders_history = False
 
@@ -57,7 +27,11 @@ class PlainScript:
         self.stop_tokens = frozenset(tokenizer.eos_token_ids)
 
     def write(self, exchanges: Sequence[Exchange], tokens: Sequence[int], text: str) -> list[int]:
-        """The tokens so far and those of `text`. `ConfigError` when it has none."""
+        """All tokens of the conversation, up to where the answer to `text` begins.
+
+        exchanges: what was said and answered before; tokens: as which that stands so far.
+        Raises `ConfigError` when the text has no token.
+        """
         del exchanges
         bos = self._tokenizer.bos_token
         special = not tokens and (bos is None or not text.startswith(bos))
@@ -104,6 +78,26 @@ class TemplateScript:
         if not rendered:
             raise ConfigError("the model's chat template renders nothing of this; use --raw")
         return rendered
+
+
+#: How a conversation, or a single prompt, is written down for the model.
+ChatScript = PlainScript | TemplateScript
+
+
+def chat_script(tokenizer: Any, system: str | None, raw: bool) -> ChatScript:
+    """The script of a tokenizer: its chat template, or none under `raw` or where it has none.
+
+    Raises `ConfigError` for a system prompt that the template refuses, or that has none to go
+    into.
+    """
+    if not raw and tokenizer.has_chat_template:
+        return TemplateScript(tokenizer, system)
+    if system is not None:
+        raise ConfigError(
+            "the model has no chat template to put a system prompt into; leave --system out "
+            "and write it into the prompt"
+        )
+    return PlainScript(tokenizer)
 
 
 def stop_tokens(tokenizer: Any) -> frozenset[int]:

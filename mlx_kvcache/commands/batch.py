@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlx_kvcache.commands.batch_input import BatchOptions, parse_prompts, read_lines
-from mlx_kvcache.commands.console import INTERRUPTED, SYSTEM_ERROR, print_note
+from mlx_kvcache.commands.console import SYSTEM_ERROR, print_note
 from mlx_kvcache.commands.options import with_flags
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ def batch(
     for line in report_lines(batch):
         print_note(line, style="dim")
     if interrupted:
-        print_note("interrupted", style="yellow")
-        raise typer.Exit(INTERRUPTED)
+        raise KeyboardInterrupt
     if any(request.error is not None for request in batch.requests):
         raise typer.Exit(SYSTEM_ERROR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 from mlx_kvcache.chat.text import ChatScript, chat_script
@@ -66,8 +67,8 @@ def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> Batch:
     Raises what `load` and `Engine` raise, `ConfigError` or `CapacityError`.
     """
     loaded = load(options)
-    scripts = Scripts(loaded.tokenizer, options.raw)
-    tokens = [scripts.tokens(prompt) for prompt in prompts]
+    script = cache(partial(chat_script, loaded.tokenizer, raw=options.raw))
+    tokens = [_tokens(script, prompt) for prompt in prompts]
     needs = [
         len(ids) + prompt.options.max_tokens for ids, prompt in zip(tokens, prompts, strict=True)
     ]
@@ -99,7 +100,7 @@ def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> Batch:
             ids[len(prefix) :],
             max_tokens=prompt.options.max_tokens,
             sampling=prompt.options.sampling,
-            stop=sorted(scripts.of(prompt).stop_tokens),
+            stop=sorted(script(prompt.options.system).stop_tokens),
             parent=session,
         )
         for ids, prompt in zip(tokens, prompts, strict=True)
@@ -108,27 +109,11 @@ def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> Batch:
     return Batch(engine, loaded.tokenizer, prompts, requests, counts, session)
 
 
-class Scripts:
-    """How the prompts are written down: one script for each system prompt."""
-
-    def __init__(self, tokenizer: Any, raw: bool) -> None:
-        self._tokenizer = tokenizer
-        self._raw = raw
-        self._made: dict[str | None, ChatScript] = {}
-
-    def of(self, prompt: Prompt) -> ChatScript:
-        """The script of a prompt. Raises `ConfigError`."""
-        system = prompt.options.system
-        if system not in self._made:
-            self._made[system] = chat_script(self._tokenizer, system, self._raw)
-        return self._made[system]
-
-    def tokens(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt. Raises `ConfigError`, which names its line."""
-        try:
-            return self.of(prompt).write([], [], prompt.text)
-        except ConfigError as error:
-            raise ConfigError(f"line {prompt.line}: {error}") from error
+def _tokens(script: Callable[[str | None], ChatScript], prompt: Prompt) -> list[int]:
+    try:
+        return script(prompt.options.system).write([], [], prompt.text)
+    except ConfigError as error:
+        raise ConfigError(f"line {prompt.line}: {error}") from error
 
 
 def _common(tokens: Sequence[list[int]]) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlx_kvcache.commands.chat_input import line_history, on_terminal, read_line
-from mlx_kvcache.commands.console import INTERRUPTED, USER_ERROR, print_error, print_note
+from mlx_kvcache.commands.console import USER_ERROR, print_error, print_note
 from mlx_kvcache.commands.loading import load
 from mlx_kvcache.commands.options import SequenceOptions, flag, with_flags
 from mlx_kvcache.errors import KVCacheError
@@ -109,8 +109,7 @@ def _converse(room: Room) -> int:
             interrupted = False
         except KeyboardInterrupt:
             if interrupted:
-                print_note("interrupted", style="yellow")
-                return INTERRUPTED
+                raise
             interrupted = True
             _note(f"{_new_line()}Ctrl-C again leaves; so does /quit")
         except (KVCacheError, OSError) as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_kvcache.commands.console import INTERRUPTED, decoded, print_note, write_json
+from mlx_kvcache.commands.console import decoded, print_note, write_json
 from mlx_kvcache.commands.loading import Loaded, load
 from mlx_kvcache.commands.options import SequenceOptions, with_flags
 from mlx_kvcache.errors import CapacityError, ConfigError
@@ -62,8 +62,7 @@ def generate(
         for line in report_lines(generation):
             print_note(line, style="dim")
     if interrupted:
-        print_note("interrupted", style="yellow")
-        raise typer.Exit(INTERRUPTED)
+        raise KeyboardInterrupt
 
 
 def read_prompt(argument: str | None) -> str:

@@ -94,11 +94,9 @@ def inspection(
 
 def _prefill_bytes(geometry: CacheGeometry, theirs: Footprint, size: int) -> int:
     """What mlx-lm's caches hold at most while all tokens are prefilled."""
-    total = 0
-    for layer, extent in zip(geometry.layers, theirs.layers, strict=True):
-        window = layer.policy.window
-        if window:
-            total += rotating_prefill_rows(window, theirs.tokens) * bytes_per_token(layer, size)
-        else:
-            total += extent.allocated
-    return total
+    return sum(
+        rotating_prefill_rows(layer.policy.window, theirs.tokens) * bytes_per_token(layer, size)
+        if layer.policy.window
+        else extent.allocated
+        for layer, extent in zip(geometry.layers, theirs.layers, strict=True)
+    )

@@ -143,7 +143,7 @@ class SequenceOptions(RunOptions):
 
 
 def with_flags(
-    options: type[RunOptions],
+    options: type[Any],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the fields of `options` as flags, in place of its parameter `options`."""
     hints = typing.get_type_hints(options, include_extras=True)

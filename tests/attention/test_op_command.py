@@ -17,8 +17,8 @@ from mlx_kvcache.cache import masks
 from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.commands import op_run
 from mlx_kvcache.commands.app import app
-from mlx_kvcache.commands.op_options import Drawing, KVCacheText
-from mlx_kvcache.commands.op_request import OpRequest, Tensors
+from mlx_kvcache.commands.op_options import OpOptions
+from mlx_kvcache.commands.op_request import OpRequest
 from tests.support.attention_oracle import AttentionOracle
 
 
@@ -148,18 +148,19 @@ def test_a_bug_in_the_recomputation_is_noticed_too(monkeypatch: pytest.MonkeyPat
 def test_the_recomputation_is_the_oracles(
     dtype: str | None, softcap: float | None, sinks: bool
 ) -> None:
-    cache = KVCacheText(64, 3, 2, 8, dtype)
-    steps = (5, 1, 1, 9)
-    tensors = Tensors.drawn(cache, sum(steps), Drawing(4, 5, 2, sinks, 3))
-    request = OpRequest.make(
-        cache, tensors, steps=steps, windows=(0, 1, 4), spare=2, scale=0.6, softcap=softcap,
-        tolerance=1e-4,
+    cache = "64,3,2,8" if dtype is None else f"64,3,2,8,{dtype}"
+    request = OpRequest.of(
+        OpOptions(
+            cache, "0,1,4", "5,1,1,9", spare=2, query_heads=4, value_dim=5, batch=2, sinks=sinks,
+            softcap=softcap, scale=0.6, seed=3,
+        )
     )  # fmt: skip
+    tensors = request.tensors
     oracle = AttentionOracle(request.geometry, dtype)
     position = 0
-    for tokens in steps:
+    for tokens in request.steps:
         rows = slice(position, position + tokens)
-        for layer in range(cache.layers):
+        for layer in range(3):
             arrays = (tensors.queries, tensors.keys, tensors.values)
             step = [array[layer][:, :, rows] for array in arrays]
             truth = oracle.step(layer, *step, 0.6, sinks=tensors.sinks, softcap=softcap)
