@@ -6,11 +6,13 @@ import io
 import json
 import os
 import sys
+from importlib import metadata
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+import mlx_kvcache
 from mlx_kvcache.errors import ConfigError
 
 #: Exit statuses: the system failed us, a wrong request, and what a shell gives for SIGINT and
@@ -62,6 +64,17 @@ def write_json(facts: dict[str, Any]) -> None:
     """One JSON object on stdout, in one line."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
+
+
+def versions() -> dict[str, str]:
+    """The version of this package and of each it stands on, read without importing those."""
+    found = {"mlx-kvcache": mlx_kvcache.__version__}
+    for package in ("mlx", "mlx-lm", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
 
 
 def discard_stdout() -> None:

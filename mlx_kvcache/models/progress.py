@@ -94,4 +94,11 @@ def answering(total: int) -> Iterator[Callable[[bool], None]]:
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
-    return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    return Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        # On one terminal what is written comes above the bar; elsewhere it goes its own way.
+        redirect_stdout=sys.stdout.isatty(),
+    )
