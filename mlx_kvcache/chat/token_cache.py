@@ -53,7 +53,7 @@ class TokenCache:
         No step may be running ahead or broken off: settle the history first.
         """
         twin = copy.copy(self)
-        twin.cache = copy.deepcopy(self.cache)
+        twin.cache = self.cache.fork()
         twin.states = self.states.fork(twin.cache)
         twin.session = CacheSession.around(twin.cache.sequence).open()
         return twin

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_kvcache.commands.loading import position_limit
-from mlx_kvcache.facts.config import MAX_CAPACITY, CacheConfig
+from mlx_kvcache.facts.config import MAX_CAPACITY, CacheConfig, item_size
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.layer_kinds import LayerGroup, layer_groups
 from mlx_kvcache.layout.footprint import (
-    ITEM_SIZES,
     Extent,
     Footprint,
     bytes_per_token,
     footprint,
-    item_size,
     mlx_lm_chunked_rows,
     mlx_lm_rows,
     rotating_prefill_rows,
@@ -51,7 +49,7 @@ class Inspection:
     @property
     def size(self) -> int:
         """Bytes of one stored number."""
-        return ITEM_SIZES[self.config.kv_dtype or "bfloat16"]
+        return item_size(self.config.kv_dtype)
 
     def bytes_per_token(self, window: bool | None = None) -> int:
         """Bytes of one token in all cache layers, or in those with (True) or without a window."""
@@ -106,7 +104,7 @@ def read_model_config(name: str) -> Mapping[str, Any]:
     """
     path = Path(name).expanduser()
     if path.suffix == ".json" and path.is_file():
-        from mlx_kvcache.facts.hf.config import read_config
+        from mlx_kvcache.facts.hf.from_config import read_config
 
         return read_config(path)
     from mlx_kvcache import models

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_kvcache.cache.attend import AttendSpec, attend
+from mlx_kvcache.cache.attention import AttendSpec, attend
 from mlx_kvcache.commands.op_request import Array, OpRequest
 from mlx_kvcache.control.op import update_and_attend
 from mlx_kvcache.control.registry import CacheSession

@@ -27,7 +27,7 @@ from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
 
-Cache = MLXSharedCache[Any, Any]
+Cache = MLXSharedCache[Any]
 ATTENTION = "scaled_dot_product_attention"
 #: What a model raises that makes something else of its cache than this protocol.
 _MODEL_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kvcache.control.op import AttendSpec, attend
+from mlx_kvcache.cache.attention import AttendSpec, attend
 from mlx_kvcache.errors import AttentionError, UpdateDtypeError, UpdateShapeError
 from tests.support import attention_oracle
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ def cold_logits(model: Any, tokens: Sequence[int]) -> mx.array:
 def warm_logits(conversation: Conversation, token: int) -> mx.array:
     """The logits after one more token, on a copy of the conversation's cache."""
     cached = conversation.cached
-    cache = copy.deepcopy(cached.cache)
+    cache = cached.cache.fork()
     return cached.model(mx.array([[token]]), cache=cache)[0, -1]
 
 
