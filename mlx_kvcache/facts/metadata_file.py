@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from os import PathLike
 from pathlib import Path
 
 from mlx_kvcache.errors import MetadataError, ModelNotFoundError
+from mlx_kvcache.facts.files import replacing
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.metadata import metadata_of
 
@@ -29,17 +28,11 @@ def write_metadata(geometry: CacheGeometry, directory: str | PathLike[str]) -> P
             f"there is no directory {file.parent} to write {METADATA_FILE} into; "
             "give the directory of a model"
         )
-    partial = file.with_name(f".{METADATA_FILE}.{uuid.uuid4().hex}.partial")
     try:
-        with partial.open("x", encoding="utf-8") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, file)
+        with replacing(file) as partial:
+            partial.write_text(content, encoding="utf-8")
     except OSError as error:
         raise MetadataError(f"{file} cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return file
 
 
