@@ -66,6 +66,7 @@ def test_masks_for_other_counts_do_not_change_the_order_of_the_rows(count: int, 
         run.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 @pytest.mark.parametrize("narrow", [None, 2])
 def test_a_mask_asked_for_after_another_layer_was_written(count: int, narrow: int | None) -> None:

@@ -13,6 +13,7 @@ from tests.support.tiny_models_on_disk import words
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forks_diverge_and_do_not_disturb_each_other(begin, family):
     trunk = begin(family, spare=32)

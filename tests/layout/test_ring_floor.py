@@ -30,6 +30,7 @@ def predicted(window: int, spare: int, high_water: int, length: int) -> set[int]
     return {position for position in range(1, length + 1) if position >= floor}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", SMALL)
 @pytest.mark.parametrize("spare", SMALL)
 def test_floor_after_writes_of_any_size(window: int, spare: int) -> None:
