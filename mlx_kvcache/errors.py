@@ -32,7 +32,14 @@ class PositionError(KVCacheError, ValueError):
 
 
 class RewindError(KVCacheError, ValueError):
-    """A rewind to a position whose window is no longer held."""
+    """A rewind to a position whose window is no longer held.
+
+    nearest: the highest position below it that can be reached.
+    """
+
+    def __init__(self, message: str, nearest: int = 0) -> None:
+        super().__init__(message)
+        self.nearest = nearest
 
 
 class UnknownSequenceError(KVCacheError, KeyError):
