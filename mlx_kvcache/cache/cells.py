@@ -36,6 +36,8 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
     `GeometryError` or `ConfigError` when the arguments do not fit together.
     """
 
+    shares_rows = True
+
     def __init__(
         self,
         geometry: CacheGeometry,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -45,6 +45,9 @@ class MLXSharedCache(ABC, Generic[LayoutType, RowsType]):
 
     Every refused call raises a typed error and changes nothing.
     """
+
+    #: Whether forks share rows, which `defragment` then moves together.
+    shares_rows: ClassVar[bool] = False
 
     def __init__(self, geometry: CacheGeometry, config: CacheConfig | None) -> None:
         config = CacheConfig() if config is None else config

@@ -6,8 +6,10 @@ import pytest
 
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import (
+    CacheKindError,
     CapacityError,
     ConfigError,
+    FaceError,
     KVCacheError,
     RewindError,
     SessionError,
@@ -265,7 +267,8 @@ def test_a_closed_parent_fails_its_children_alone():
 @pytest.mark.parametrize(
     ("choices", "error"),
     [
-        ({"kind": "paged"}, ConfigError),
+        ({"kind": "paged"}, CacheKindError),
+        ({"kind": "sequence"}, FaceError),
         ({"capacity": 0}, ConfigError),
         ({"max_active": 0}, ConfigError),
         ({"step_tokens": 3, "max_active": 4}, ConfigError),
