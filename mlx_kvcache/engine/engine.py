@@ -115,8 +115,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request runs or waits."""
-        return not self._scheduler.unread and not self._scheduler.waiting
+        """Whether no request runs or waits, and no interrupted step is to be mended."""
+        return not self._scheduler.unread and not self._scheduler.waiting and self._is_whole
 
     @property
     def waiting(self) -> tuple[Request, ...]:

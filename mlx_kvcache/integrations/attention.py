@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -185,11 +185,11 @@ class FlatModel:
             layer.step = step
         try:
             _running.set(step)
-            _replace_attention(self._modules, step)
+            _replace_attention(self._modules, self)
             logits: mx.array = self.model(tokens[:, None], cache=self._entries)
         finally:
             _running.set(None)
-            _restore_attention(self._modules, step)
+            _restore_attention(self._modules, self)
         if len(step.attended) < len(self._layers):
             step.refuse(len(self._layers))
         return step, logits
@@ -268,39 +268,34 @@ def _attention_modules(model: Module) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if hasattr(sys.modules.get(name), ATTENTION)))
 
 
-@dataclass(frozen=True)
-class _Replaced:
-    """A module's own attention function, what stands in its place, and the steps that need it."""
-
-    original: Any
-    routed: Any
-    steps: set[_Step] = field(default_factory=set)
+#: By module name, while a step runs: the module's own function, what stands in its place, and the
+#: models that need it.
+_replaced: dict[str, tuple[Any, Any, set[FlatModel]]] = {}
 
 
-#: By module name, while a step runs.
-_replaced: dict[str, _Replaced] = {}
+def _replace_attention(modules: Sequence[str], model: FlatModel) -> None:
+    """Route the attention of these modules; in other threads they go on as before.
 
-
-def _replace_attention(modules: Sequence[str], step: _Step) -> None:
-    """Route the attention of these modules; in other threads they go on as before."""
+    When this or its counterpart is interrupted, those of the model's next step put it right.
+    """
     with _lock:
         for name in modules:
             if name not in _replaced:
                 original = getattr(sys.modules[name], ATTENTION)
-                _replaced[name] = _Replaced(original, _routed(original))
-            # In this order, so that an interrupted replacement can be taken back.
-            _replaced[name].steps.add(step)
-            setattr(sys.modules[name], ATTENTION, _replaced[name].routed)
+                _replaced[name] = original, _routed(original), set()
+            _, routed, models = _replaced[name]
+            models.add(model)
+            setattr(sys.modules[name], ATTENTION, routed)
 
 
-def _restore_attention(modules: Sequence[str], step: _Step) -> None:
+def _restore_attention(modules: Sequence[str], model: FlatModel) -> None:
     with _lock:
         for name in modules:
-            entry = _replaced.get(name)
-            if entry is not None:
-                entry.steps.discard(step)
-                if not entry.steps:
-                    setattr(sys.modules[name], ATTENTION, entry.original)
+            if name in _replaced:
+                original, _, models = _replaced[name]
+                models.discard(model)
+                if not models:
+                    setattr(sys.modules[name], ATTENTION, original)
                     del _replaced[name]
 
 
