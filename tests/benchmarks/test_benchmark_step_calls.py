@@ -39,6 +39,15 @@ def test_a_step_takes_few_files_and_calls(name: str) -> None:
     assert counted.calls.total() <= calls, counted.calls
 
 
+@pytest.mark.parametrize("kind", ["cell", "batched"])
+def test_the_engine_adds_three_files_and_few_calls(kind: str) -> None:
+    counted = count(f"engine, a decode step ({kind})")
+    attention = "integrations/attention.py"
+    own = {file for file in counted.calls if file.startswith("engine/") or file == attention}
+    assert own == {"engine/engine.py", "engine/passes.py", attention}
+    assert sum(counted.calls[file] for file in own) <= 24, counted.calls
+
+
 def test_the_script_writes_what_it_shows(tmp_path: Path) -> None:
     file = tmp_path / "calls.json"
     code, shown = run_app(app, "--json", str(file), "--markdown")
