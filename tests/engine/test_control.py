@@ -1,4 +1,4 @@
-"""The engine's cache is one of the control plane: of any kind, by a key, for as long as it lasts."""
+"""The engine's cache is one of the control plane: of any kind, by a key that it gives back."""
 
 from __future__ import annotations
 

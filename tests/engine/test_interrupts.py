@@ -1,4 +1,4 @@
-"""An interruption at any line of the engine costs at most a repetition: same tokens, same events."""
+"""An interruption at any line of the engine costs a repetition: same tokens, same events."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_without_mending_tokens_are_lost_or_doubled(monkeypatch):
     """What the test above would show if an interrupted step were just followed by the next."""
     quiet = engine_of("cell")
     expected = told(requests := asked(quiet), list(quiet.run()))
-    monkeypatch.setattr(Engine, "_mend", lambda engine: None)
+    monkeypatch.setattr(Engine, "_mend", lambda _: None)
     engine = engine_of("cell")
     requests = asked(engine)
     events: list[Event] = []
