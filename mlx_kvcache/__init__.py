@@ -20,16 +20,20 @@ from mlx_kvcache.control.protocols import (
     StepBackend,
 )
 from mlx_kvcache.control.registry import REGISTRY, CacheRegistry, CacheSession, current_cache
+from mlx_kvcache.errors import KVCacheError
 from mlx_kvcache.facts.config import CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
 from mlx_kvcache.facts.metadata import read_metadata, write_metadata
 
 if TYPE_CHECKING:
+    from mlx_kvcache.cache.attention import AttendSpec, attend
     from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
     from mlx_kvcache.cache.cells import MLXCellCache
     from mlx_kvcache.cache.sequence import MLXSequenceCache
-    from mlx_kvcache.control.op import AttendSpec, attend, update_and_attend
-    from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
+    from mlx_kvcache.cache.snapshot import Snapshot
+    from mlx_kvcache.control.op import update_and_attend
+    from mlx_kvcache.engine.engine import Engine
+    from mlx_kvcache.integrations.mlx_lm import PromptCache, make_prompt_cache
 
 __version__ = "0.1.0"
 
@@ -45,15 +49,19 @@ __all__ = [
     "CacheGeometry",
     "CacheRegistry",
     "CacheSession",
+    "Engine",
+    "KVCacheError",
     "LayerGeometry",
     "LayerPolicy",
     "MLXBatchedSequenceCache",
     "MLXCellCache",
     "MLXSequenceCache",
     "ModelLayer",
+    "PromptCache",
     "SequenceControl",
     "SequencePlanner",
     "SharedControl",
+    "Snapshot",
     "StepBackend",
     "__version__",
     "attend",
@@ -65,14 +73,18 @@ __all__ = [
     "write_metadata",
 ]
 
+#: Where the names are that need MLX.
 _NEEDS_MLX = {
-    "AttendSpec": "mlx_kvcache.control.op",
-    "attend": "mlx_kvcache.control.op",
-    "update_and_attend": "mlx_kvcache.control.op",
+    "AttendSpec": "mlx_kvcache.cache.attention",
+    "Engine": "mlx_kvcache.engine.engine",
     "MLXBatchedSequenceCache": "mlx_kvcache.cache.batched",
     "MLXCellCache": "mlx_kvcache.cache.cells",
     "MLXSequenceCache": "mlx_kvcache.cache.sequence",
+    "Snapshot": "mlx_kvcache.cache.snapshot",
+    "PromptCache": "mlx_kvcache.integrations.mlx_lm",
+    "attend": "mlx_kvcache.cache.attention",
     "make_prompt_cache": "mlx_kvcache.integrations.mlx_lm",
+    "update_and_attend": "mlx_kvcache.control.op",
 }
 
 
@@ -80,3 +92,7 @@ def __getattr__(name: str) -> Any:
     if name in _NEEDS_MLX:
         return getattr(import_module(_NEEDS_MLX[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -42,12 +42,18 @@ class RewindError(KVCacheError, ValueError):
         self.nearest = nearest
 
 
-class UnknownSequenceError(KVCacheError, KeyError):
-    """A sequence id that was never given out, or whose sequence was removed."""
+class SnapshotError(KVCacheError, ValueError):
+    """A snapshot of a cache of another kind, geometry or config."""
 
+
+class _LookupError(KVCacheError, KeyError):
     def __str__(self) -> str:
-        # A KeyError shows the repr of its argument, which is meant to be a key.
-        return str(self.args[0]) if self.args else ""
+        # KeyError prints the repr of its argument, which is meant for a bare key.
+        return Exception.__str__(self)
+
+
+class UnknownSequenceError(_LookupError):
+    """A sequence id that was never given out, or whose sequence was removed."""
 
 
 class StepError(KVCacheError, RuntimeError):
@@ -96,12 +102,6 @@ class MetadataError(GeometryError):
 
 class RegistrationError(KVCacheError, ValueError):
     """A cache builder that a factory does not take: not callable, badly named, or a duplicate."""
-
-
-class _LookupError(KVCacheError, KeyError):
-    def __str__(self) -> str:
-        # KeyError prints the repr of its argument, which is meant for a bare key.
-        return Exception.__str__(self)
 
 
 class CacheKindError(_LookupError):

@@ -1,132 +1,58 @@
-"""Attention over rows that were already read: what a query may see, and the result."""
+"""The seam between attention and a cache: write a step, attend to what each query sees."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from numbers import Real
-from typing import Literal
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 
+from mlx_kvcache.cache.arguments import AttendOptions, Positions, check_options, positions_of
 from mlx_kvcache.cache.masks import Mask
-from mlx_kvcache.errors import AttentionError, UpdateDtypeError, UpdateShapeError
+from mlx_kvcache.errors import (
+    AttentionError,
+    LayerIndexError,
+    StepError,
+    UpdateDtypeError,
+    UpdateShapeError,
+)
+from mlx_kvcache.facts.geometry import CacheGeometry
+from mlx_kvcache.layout.shared import SharedLayout
+from mlx_kvcache.layout.steps import DeclaredStep
+from mlx_kvcache.store.rows import KeysValues, RowView
 
-AttendKind = Literal["none", "causal", "explicit"]
+Layout = TypeVar("Layout", bound=SharedLayout)
 
 
-@dataclass(frozen=True, eq=False)
-class AttendSpec:
-    """Which of the S rows answered each of the T queries of a step sees.
+def attend_view(queries: mx.array, view: RowView, mask: Mask, options: AttendOptions) -> mx.array:
+    """Attention of queries [B, Hq, T, D] to the rows of a view, of which every query sees one.
 
-    none: all of them. causal: query i sees the rows up to i + S - T, so that the last query sees
-    all. explicit: where the bool `mask` [.., T, S] is True; its leading axes broadcast over the
-    batch and the query heads. The mask is there exactly for explicit.
-    Raises `AttentionError` or `UpdateDtypeError` for anything else.
+    The one place that decides how rows are read. Computed in the dtype of the queries with a
+    float32 softmax; answers [B, Hq, T, value_dim] in `options.out_dtype`.
     """
-
-    kind: AttendKind
-    mask: mx.array | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("none", "causal", "explicit"):
-            raise AttentionError(f"a spec is 'none', 'causal' or 'explicit', got {self.kind!r}")
-        if self.kind != "explicit":
-            if self.mask is not None:
-                raise AttentionError(
-                    f"a mask was given with kind {self.kind!r}, which would ignore it; "
-                    "use AttendSpec('explicit', mask)"
-                )
-            return
-        if self.mask is None:
-            raise AttentionError(
-                "kind 'explicit' needs a mask: without one every row would be seen; "
-                "use AttendSpec('none') if that is meant"
-            )
-        if not isinstance(self.mask, mx.array) or self.mask.dtype != mx.bool_:
-            kind = getattr(self.mask, "dtype", type(self.mask).__name__)
-            raise UpdateDtypeError(f"a mask is a bool mx.array (True = attend), got {kind}")
-        if not 2 <= self.mask.ndim <= 4:
-            raise AttentionError(f"a mask is [.., T, S] of 2 to 4 axes, got {self.mask.shape}")
-
-    @classmethod
-    def from_mask(cls, mask: Mask) -> AttendSpec:
-        """The spec of a mask as a cache layer answers it: None, "causal" or a bool array."""
-        if mask is None:
-            return _NONE
-        if isinstance(mask, str):
-            return _CAUSAL if mask == "causal" else cls(mask)  # type: ignore[arg-type]
-        return cls("explicit", mask)
-
-
-_NONE = AttendSpec("none")
-_CAUSAL = AttendSpec("causal")
-
-
-def attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    spec: AttendSpec,
-    scale: float,
-    *,
-    out_dtype: mx.Dtype | None = None,
-    sinks: mx.array | None = None,
-    softcap: float | None = None,
-) -> mx.array:
-    """softmax(scale * queries @ keys^T) @ values over what `spec` lets each query see.
-
-    queries [B, Hq, T, D], keys [B, H, S, D], values [B, H, S, Dv], Hq a multiple of H: query head
-    h reads KV head h // (Hq / H). Computed in the queries' dtype with a float32 softmax. Answers
-    [B, Hq, T, Dv] in `out_dtype`, or in the queries' dtype. A query that sees no row gets zeros.
-
-    sinks [Hq]: one more score for each head, which takes weight and adds no value. softcap c:
-    scores become c * tanh(score / c) before the mask.
-    Raises `UpdateShapeError`, `UpdateDtypeError` or `AttentionError`.
-    """
-    check_arrays(queries, keys, values)
-    check_options(queries.shape[1], scale, out_dtype, sinks, softcap)
-    _check_rows(queries, keys, spec)
-    out = attend_unchecked(queries, keys, values, spec, scale, out_dtype, sinks, softcap)
-    if spec.mask is None:
-        return out
-    # Without a visible row the softmax has nothing to norm by; backends disagree on the result.
-    return mx.where(mx.any(spec.mask, axis=-1, keepdims=True), out, mx.array(0, out.dtype))
-
-
-def attend_unchecked(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    spec: AttendSpec,
-    scale: float,
-    out_dtype: mx.Dtype | None,
-    sinks: mx.array | None,
-    softcap: float | None,
-) -> mx.array:
-    """`attend` for arguments that are known to fit, and a spec that leaves no query blind."""
+    keys, values = view.dense()
+    scale, sinks, softcap, out_dtype = options
     dtype = queries.dtype
     if keys.dtype != dtype:
         keys = keys.astype(dtype)
     if values.dtype != dtype:
         values = values.astype(dtype)
-    if sinks is not None and sinks.dtype != dtype:
+    if sinks is not None:
         sinks = sinks.astype(dtype)
     if softcap is None:
-        mask = "causal" if spec.kind == "causal" else spec.mask
         out = mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
     else:
-        out = _capped(queries, keys, values, spec, scale, sinks, softcap)
-    return out if out_dtype is None or out.dtype == out_dtype else out.astype(out_dtype)
+        out = _capped(queries, keys, values, mask, scale, sinks, softcap)
+    return out if out_dtype is None else out.astype(out_dtype)
 
 
 def _capped(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    spec: AttendSpec,
+    mask: Mask,
     scale: float,
     sinks: mx.array | None,
     softcap: float,
@@ -137,8 +63,7 @@ def _capped(
     grouped = (queries * scale).reshape(batch, heads, query_heads // heads, tokens, dim)
     scores = (grouped @ keys[:, :, None].swapaxes(-1, -2)).astype(mx.float32)
     scores = (softcap * mx.tanh(scores / softcap)).reshape(batch, query_heads, tokens, rows)
-    mask = spec.mask
-    if spec.kind == "causal":
+    if isinstance(mask, str):
         mask = mx.arange(rows)[None] <= mx.arange(tokens)[:, None] + (rows - tokens)
     if mask is not None:
         scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
@@ -150,87 +75,221 @@ def _capped(
     return (weights @ values[:, :, None]).reshape(batch, query_heads, tokens, values.shape[3])
 
 
-def check_arrays(queries: mx.array, keys: mx.array, values: mx.array) -> None:
-    """Raise unless the three can be attended together, whatever the number of keys."""
-    for name, array in (("queries", queries), ("keys", keys), ("values", values)):
-        if not isinstance(array, mx.array):
-            raise UpdateDtypeError(f"{name} must be an mx.array, got {type(array).__name__}")
-        if not mx.issubdtype(array.dtype, mx.floating):
-            raise UpdateDtypeError(
-                f"attention takes floating-point {name}, got {array.dtype}; cast them first"
+class SharedAttention(ABC, Generic[Layout]):
+    """The seam of a cache of many sequences: the layers of a declared step, one after the other.
+
+    A step is flat: [1, H, T, D], the tokens of its sequences one after the other, without
+    padding. `declare_step` admits it; then every layer calls `attend` (or `make_mask` and
+    `update_and_fetch`) with its new rows; then the step is over.
+    """
+
+    layout: Layout
+
+    def __init__(self, geometry: CacheGeometry) -> None:
+        self.geometry = geometry
+        self._step: DeclaredStep | None = None
+        self._unwritten: set[int] = set()
+        self._positions: tuple[DeclaredStep, mx.array] | None = None
+
+    @abstractmethod
+    def _begin_step(self, step: DeclaredStep) -> None:
+        """Prepare what the layers of a step that was just placed will share."""
+
+    @abstractmethod
+    def _check_single_answer(self, step: DeclaredStep) -> None:
+        """Raise `StepError` when the step has no single answer for all of its tokens."""
+
+    @abstractmethod
+    def _write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Write the rows of the running step, which were checked."""
+
+    @abstractmethod
+    def _attend(self, layer: int, queries: mx.array, options: AttendOptions) -> mx.array:
+        """Attend the queries of the running step to the rows of a layer that has written it."""
+
+    @abstractmethod
+    def _single_answer(self, layer: int) -> KeysValues:
+        """The keys and values that a layer answers a step with that has a single answer."""
+
+    @abstractmethod
+    def _mask(self, layer: int) -> Mask:
+        """The mask that fits them."""
+
+    def step_positions(self) -> mx.array:
+        """The positions int32 [T] of the step that is declared or running, for rotary embeddings.
+
+        Raises `StepError` when there is none.
+        """
+        step = self.layout.next_placement()
+        if self._positions is None or self._positions[0] is not step:
+            self._positions = step, mx.array(step.positions, mx.int32)
+        return self._positions[1]
+
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        *,
+        softcap: float | None = None,
+        out_dtype: mx.Dtype | None = None,
+        positions: Positions | None = None,
+    ) -> mx.array:
+        """Write the new rows of the declared step into a layer, and attend to what each sees.
+
+        queries [1, Hq, T, key_dim], keys [1, H, T, key_dim] and values [1, H, T, value_dim] with
+        the tokens in the declared order, already rotated; Hq a multiple of H. The answer is
+        [1, Hq, T, value_dim] in `out_dtype`, or in the dtype of the queries. sinks [Hq] and
+        softcap as in `mlx_kvcache.attend`.
+
+        A layer that is asked again within the step is not written again: layers that share keys
+        and values do that. It must be marked `shared` in the geometry, or give `positions`, so
+        that a forgotten declaration is told apart.
+
+        Raises `LayerIndexError`, `StepError`, `PositionError`, `UpdateShapeError`,
+        `UpdateDtypeError` or `AttentionError`, and then changes nothing.
+        """
+        step = self._check_update(layer, keys, values, positions)
+        options = AttendOptions(scale, sinks, softcap, out_dtype)
+        self._check_queries(layer, queries, step.tokens, options)
+        self._update(layer, keys, values, step)
+        return self._attend(layer, queries, options)
+
+    def attend_again(
+        self,
+        layer: int,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        *,
+        softcap: float | None = None,
+        out_dtype: mx.Dtype | None = None,
+    ) -> mx.array:
+        """Attend other queries of the running step to a layer that has written it already.
+
+        For model layers that read another layer's keys and values and have none of their own.
+        Raises `StepError` when the layer has not written the running step.
+        """
+        self._check_layer(layer)
+        step = self.layout.placed
+        if step is None or step is not self._step or layer in self._unwritten:
+            raise StepError(
+                f"cache layer {layer} has not written the running step, so there is nothing to "
+                "attend to again; call attend with its keys and values first"
             )
-        if array.ndim != 4:
-            raise UpdateShapeError(f"{name} must have four axes [B, H, T, D], got {array.shape}")
-    batch, query_heads, tokens, dim = queries.shape
-    heads = keys.shape[1]
-    if keys.shape[0] != batch or keys.shape[3] != dim:
-        _refuse(queries, keys, values, "queries and keys differ in the batch or in the head dim")
-    if values.shape[:3] != keys.shape[:3]:
-        _refuse(queries, keys, values, "keys and values differ in the batch, heads or tokens")
-    if min(batch, query_heads, tokens, heads) < 1 or query_heads % heads:
-        _refuse(queries, keys, values, "the query heads must be a multiple of the KV heads")
+        options = AttendOptions(scale, sinks, softcap, out_dtype)
+        self._check_queries(layer, queries, step.tokens, options)
+        return self._attend(layer, queries, options)
 
+    def update_and_fetch(
+        self,
+        layer: int,
+        keys: mx.array,
+        values: mx.array,
+        positions: Positions | None = None,
+    ) -> KeysValues:
+        """Write the new rows of the declared step into a layer, and answer those it may see.
 
-def check_options(
-    query_heads: int,
-    scale: float,
-    out_dtype: mx.Dtype | None,
-    sinks: mx.array | None,
-    softcap: float | None,
-) -> None:
-    """Raise `AttentionError` or `UpdateDtypeError` unless the options fit `query_heads`."""
-    # A plain float is by far the usual case, and isinstance with Real is slow.
-    if type(scale) is not float and not _is_real(scale):
-        raise AttentionError(f"scale must be a number that the host knows, got {scale!r}")
-    if not math.isfinite(scale):
-        raise AttentionError(f"scale must be finite, got {scale!r}")
-    if softcap is not None and not (_is_real(softcap) and 0 < softcap < math.inf):
-        raise AttentionError(
-            f"softcap must be a positive number, got {softcap!r}; None does not cap the scores"
-        )
-    if out_dtype is not None and not (
-        isinstance(out_dtype, mx.Dtype) and mx.issubdtype(out_dtype, mx.floating)
-    ):
-        raise UpdateDtypeError(f"out_dtype must be a floating-point mlx dtype, got {out_dtype!r}")
-    if sinks is None:
-        return
-    if not isinstance(sinks, mx.array) or not mx.issubdtype(sinks.dtype, mx.floating):
-        kind = getattr(sinks, "dtype", type(sinks).__name__)
-        raise UpdateDtypeError(f"sinks must be a floating-point mx.array, got {kind}")
-    if sinks.shape != (query_heads,):
-        raise AttentionError(
-            f"sinks must be [{query_heads}], one for each query head, got {list(sinks.shape)}"
-        )
+        They fit the mask of `make_mask`, and come back in the caller's dtype. Raises as `attend`
+        does, and `StepError` for a step whose sequences are answered one by one.
+        """
+        step = self._check_update(layer, keys, values, positions)
+        self._check_single_answer(step)
+        self._update(layer, keys, values, step)
+        held_keys, held_values = self._single_answer(layer)
+        return held_keys.astype(keys.dtype), held_values.astype(values.dtype)
 
+    def make_mask(self, layer: int) -> Mask:
+        """The mask of the declared step for the rows that `update_and_fetch` answers with.
 
-def _check_rows(queries: mx.array, keys: mx.array, spec: AttendSpec) -> None:
-    batch, query_heads, tokens, _ = queries.shape
-    rows = keys.shape[2]
-    if rows < 1 or (spec.kind == "causal" and rows < tokens):
-        raise AttentionError(
-            f"{tokens} queries cannot attend to {rows} rows with kind {spec.kind!r}: "
-            "some query would see nothing"
-        )
-    if spec.mask is None:
-        return
-    shape = (1, 1, *spec.mask.shape)[-4:]
-    if (
-        shape[2:] != (tokens, rows)
-        or shape[0] not in (1, batch)
-        or shape[1] not in (1, query_heads)
-    ):
-        raise AttentionError(
-            f"a mask for {batch} x {query_heads} heads, {tokens} queries and {rows} rows must "
-            f"broadcast to {[batch, query_heads, tokens, rows]}, got {list(spec.mask.shape)}"
-        )
+        None, "causal" (lower-right aligned) or bool [T, S]. Places the step. Raises
+        `LayerIndexError`, or `StepError` when no step is declared or it has no single answer.
+        """
+        self._check_layer(layer)
+        step = self.layout.next_placement()
+        self._check_single_answer(step)
+        self._open(step)
+        return self._mask(layer)
 
+    def _update(self, layer: int, keys: mx.array, values: mx.array, step: DeclaredStep) -> None:
+        if step is not self._step or step is not self.layout.placed:
+            self._open(step)
+        if layer in self._unwritten:
+            self._write(layer, keys, values)
+            self._unwritten.discard(layer)
+            if not self._unwritten:
+                self.layout.finish_step()
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    def _open(self, step: DeclaredStep) -> None:
+        if step is self._step and step is self.layout.placed:
+            return
+        self.layout.place_step()
+        self._begin_step(step)
+        self._unwritten = set(range(len(self.geometry.layers)))
+        # Last, so that a step whose beginning was interrupted begins again.
+        self._step = step
 
+    def _check_layer(self, layer: int) -> None:
+        count = len(self.geometry.layers)
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
+            raise LayerIndexError(
+                f"cache layer {layer!r} does not exist; there are {count}, counted from 0"
+            )
 
-def _refuse(queries: mx.array, keys: mx.array, values: mx.array, reason: str) -> None:
-    raise UpdateShapeError(
-        f"attention takes queries [B, Hq, T, D], keys [B, H, S, D] and values [B, H, S, Dv], got "
-        f"{list(queries.shape)}, {list(keys.shape)} and {list(values.shape)}: {reason}"
-    )
+    def _check_update(
+        self, layer: int, keys: mx.array, values: mx.array, positions: Positions | None
+    ) -> DeclaredStep:
+        self._check_layer(layer)
+        step = self.layout.next_placement()
+        if positions is not None:
+            self.layout.check_positions(step, positions_of(positions, step.tokens))
+        geometry = self.geometry.layers[layer]
+        heads, tokens = geometry.kv_heads, step.tokens
+        if keys.shape != (1, heads, tokens, geometry.key_dim) or values.shape != (
+            1,
+            heads,
+            tokens,
+            geometry.value_dim,
+        ):
+            raise UpdateShapeError(
+                f"cache layer {layer} takes keys [1, {heads}, {tokens}, {geometry.key_dim}] and "
+                f"values [1, {heads}, {tokens}, {geometry.value_dim}] in this step of {tokens} "
+                f"tokens, got {list(keys.shape)} and {list(values.shape)}"
+            )
+        for name, array in (("keys", keys), ("values", values)):
+            if not mx.issubdtype(array.dtype, mx.floating):
+                raise UpdateDtypeError(
+                    f"cache layer {layer} takes floating-point {name}, got {array.dtype}; "
+                    "cast them first"
+                )
+        repeated = step is self.layout.placed and step is self._step
+        if repeated and layer not in self._unwritten and positions is None and not geometry.shared:
+            raise StepError(
+                f"cache layer {layer} has already written this step; declare the next one. If "
+                "several model layers share it, say so in LayerGeometry.shared, or give positions"
+            )
+        return step
+
+    def _check_queries(
+        self, layer: int, queries: mx.array, tokens: int, options: AttendOptions
+    ) -> None:
+        geometry = self.geometry.layers[layer]
+        shape = queries.shape
+        if (
+            len(shape) != 4
+            or (shape[0], shape[2], shape[3]) != (1, tokens, geometry.key_dim)
+            or shape[1] < 1
+            or shape[1] % geometry.kv_heads
+        ):
+            raise AttentionError(
+                f"cache layer {layer} is attended by queries [1, n * {geometry.kv_heads}, "
+                f"{tokens}, {geometry.key_dim}] in this step, got {list(shape)}"
+            )
+        if not mx.issubdtype(queries.dtype, mx.floating):
+            raise AttentionError(f"queries must be floating-point, got {queries.dtype}")
+        if not geometry.value_dim:
+            raise AttentionError(f"cache layer {layer} keeps no values to attend to")
+        check_options(shape[1], options)

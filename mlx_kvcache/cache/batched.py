@@ -1,24 +1,36 @@
-"""MLXBatchedSequenceCache: many sequences, each with pools and rings of its own."""
+"""MLXBatchedSequenceCache: many sequences, each with rows and rings of its own."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_kvcache.cache.arguments import AttendOptions
+from mlx_kvcache.cache.attend import attend_view
 from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.cache.masks import Mask
-from mlx_kvcache.cache.sequence import MLXSequenceCache
-from mlx_kvcache.cache.shared import AttendOptions, MLXSharedCache, attend_rows
+from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
+from mlx_kvcache.cache.shared import MLXSharedCache
+from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.errors import StepError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
 from mlx_kvcache.layout.batched import BatchedLayout
+from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.steps import DeclaredStep
+from mlx_kvcache.store.rows import KeysValues, RowView
 
-KeysValues = tuple[mx.array, mx.array]
+KIND = "batched"
+
+
+class BatchedState(NamedTuple):
+    """What a batched cache holds: its sequences by id, and what each of them holds."""
+
+    layout: BatchedLayout
+    sequences: dict[int, Snapshot[SequenceState]]
 
 
 class _Spans:
@@ -55,7 +67,7 @@ class _Spans:
         return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=2)
 
 
-class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
+class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout]):
     """The KV cache of many sequences that share nothing but a capacity.
 
     Each is an `MLXSequenceCache`: full layers read their own history and no other, sliding
@@ -78,6 +90,8 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
         self._running: _Spans
         self._members: list[MLXSequenceCache] = []
         self._masks: dict[LayerPolicy, list[Mask]] = {}
+        # Between the write of a layer and its attention.
+        self._rows: tuple[int, list[KeysValues]] | None = None
 
     @property
     def state(self) -> list[mx.array]:
@@ -111,15 +125,12 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
     def fork(self, sequence: int, up_to: int | None = None) -> int:
         """Begin a sequence with the same history, up to a position.
 
-        The arrays are shared until either of the two is written, which copies them. Takes as
+        The rows are shared until either of the two is written, which copies them. Takes as
         much of the capacity as it has positions. Raises `UnknownSequenceError`, `RewindError`
         (not held, or overwritten by a ring), `StepError` or `CapacityError`.
         """
         length = self.layout.check_fork(sequence, up_to)
-        origin = self._caches[sequence]
-        facts = {id(fact): fact for fact in (origin.geometry, origin.config)}
-        twin = copy.deepcopy(origin, facts)
-        twin.rewind(length)
+        twin = self._caches[sequence].fork(length)
         identity = self.layout.add(twin.layout)
         self.layout.forked()
         self._caches[identity] = twin
@@ -127,7 +138,7 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
         return identity
 
     def remove(self, sequence: int) -> None:
-        """Forget a sequence and free its pools. Raises `UnknownSequenceError`."""
+        """Forget a sequence and free its rows. Raises `UnknownSequenceError`."""
         self.layout.remove(sequence)
         del self._caches[sequence]
         self._end_step()
@@ -143,6 +154,32 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
         self.layout.rewound(sequence)
         self._end_step()
 
+    def snapshot(self) -> Snapshot[BatchedState]:
+        """What all sequences hold now, for `restore`; copies no row until one is written.
+
+        Raises `StepError` while a step is unfinished.
+        """
+        self.layout.check_finished("take a snapshot")
+        held = {sequence: cache.snapshot() for sequence, cache in self._caches.items()}
+        arrays = tuple(array for each in held.values() for array in each.arrays)
+        state = BatchedState(self.layout.with_members({}), held)
+        return Snapshot(KIND, self.geometry, self.config, state, arrays)
+
+    def restore(self, snapshot: Snapshot[BatchedState]) -> None:
+        """Hold what a cache of the same geometry and config held when the snapshot was taken.
+
+        Raises `SnapshotError`, and changes nothing, for a snapshot of another cache.
+        """
+        check_fits(snapshot, KIND, self.geometry, self.config)
+        layout, sequences = snapshot.held
+        caches = {}
+        for sequence, held in sequences.items():
+            caches[sequence] = MLXSequenceCache(self.geometry, self._member_config)
+            caches[sequence].restore(held)
+        self.layout = layout.with_members({key: cache.layout for key, cache in caches.items()})
+        self._caches = caches
+        self._end_step()
+
     def _make_layout(self) -> BatchedLayout:
         return BatchedLayout(self.config.capacity, self.config.max_context)
 
@@ -152,9 +189,10 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
         self._masks = {}
 
     def _end_step(self) -> None:
-        # The running step must not keep the pools of a removed sequence alive.
+        # The running step must not keep the rows of a removed sequence alive.
         self._members = []
         self._masks = {}
+        self._rows = None
 
     def _check_single_answer(self, step: DeclaredStep) -> None:
         if len(step.starts) > 1:
@@ -163,34 +201,39 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout, list[KeysValues]]):
                 "where each has rows of its own; use attend"
             )
 
-    def _write(self, layer: int, keys: mx.array, values: mx.array) -> list[KeysValues]:
+    def _write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        self._rows = None
         self._ask_masks(layer)
-        parts = zip(self._running.split(keys), self._running.split(values), strict=True)
-        return [
-            own.update_and_fetch(*rows)
-            for own, rows in zip(self._layers(layer), parts, strict=True)
-        ]
+        split = self._running.split
+        parts = zip(self._layers(layer), split(keys), split(values), strict=True)
+        self._rows = layer, [own.update_and_fetch(*rows) for own, *rows in parts]
 
-    def _rows(self, layer: int, dtypes: tuple[mx.Dtype, mx.Dtype]) -> list[KeysValues]:
-        rows = (own.keys_and_values() for own in self._layers(layer))
-        return [(keys.astype(dtypes[0]), values.astype(dtypes[1])) for keys, values in rows]
-
-    def _attend(
-        self, layer: int, rows: list[KeysValues], queries: mx.array, options: AttendOptions
-    ) -> mx.array:
+    def _attend(self, layer: int, queries: mx.array, options: AttendOptions) -> mx.array:
         answers = [
-            attend_rows(own, keys, values, mask, options)
-            for own, (keys, values), mask in zip(
-                self._running.split(queries), rows, self._ask_masks(layer), strict=True
+            attend_view(own, RowView(*rows, (Run(0, rows[0].shape[2]),)), mask, options)
+            for own, rows, mask in zip(
+                self._running.split(queries),
+                self._answers(layer),
+                self._ask_masks(layer),
+                strict=True,
             )
         ]
+        self._rows = None
         return self._running.join(answers)
 
-    def _single(self, rows: list[KeysValues]) -> KeysValues:
-        return rows[0]
+    def _single_answer(self, layer: int) -> KeysValues:
+        (rows,) = self._answers(layer)
+        self._rows = None
+        return rows
 
     def _mask(self, layer: int) -> Mask:
         return self._ask_masks(layer)[0]
+
+    def _answers(self, layer: int) -> list[KeysValues]:
+        """What the newest write of a layer was answered with, or reads again."""
+        if self._rows is not None and self._rows[0] == layer:
+            return self._rows[1]
+        return [own.keys_and_values() for own in self._layers(layer)]
 
     def _layers(self, layer: int) -> list[SequenceLayer]:
         return [cache.layers[layer] for cache in self._members]

@@ -2,59 +2,66 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
+import copy
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from mlx_kvcache.cache.cell_view import CellView, CellViews
-from mlx_kvcache.cache.masks import Mask
-from mlx_kvcache.cache.shared import AttendOptions, MLXSharedCache, attend_rows
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_kvcache.cache.arguments import AttendOptions
+from mlx_kvcache.cache.attend import attend_view
+from mlx_kvcache.cache.masks import Mask, band
+from mlx_kvcache.cache.shared import MLXSharedCache
+from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.errors import CapacityError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.layout.cells import CellLayout, runs_of_cells
 from mlx_kvcache.layout.runs import Run, grown_rows
-from mlx_kvcache.layout.steps import DeclaredStep
-from mlx_kvcache.store.cell_rows import CellPool
-from mlx_kvcache.store.write import prefers_array_start
+from mlx_kvcache.layout.steps import DeclaredStep, StepSpan
+from mlx_kvcache.store.choice import bytes_per_token, prefers_array_start
+from mlx_kvcache.store.rows import DenseRows, KeysValues, Placement
 
-KeysValues = tuple[mx.array, mx.array]
-
+KIND = "cell"
+#: The position of a cell for a sequence that does not own it: after every query.
+NOT_OWNED = 2**31 - 1
 #: A run is written at once for about what scattering this many single rows costs (measured).
 ROWS_WORTH_A_RUN = 8
-_DTYPE_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
+class CellState(NamedTuple):
+    """What a cell cache holds: its sequences and cells, and the rows of each layer."""
+
+    layout: CellLayout
+    allocated: int
+    layers: tuple[DenseRows, ...]
+
+
+class MLXCellCache(MLXSharedCache[CellLayout]):
     """The KV cache of many sequences that may share what they have in common.
 
-    Every layer keeps one pool over the cells, which grows by lazy capacity doubling; a token
+    Every layer keeps one store over the cells, which grows by lazy capacity doubling; a token
     takes the lowest free cell, the same in every layer. A fork only adds an owner to cells. All
     queries of a step are attended at once, over the cells that its sequences may see, with a
     mask made once a step for each distinct window. A window hides cells and frees none, so any
     position can be rewound to.
 
-    `config.capacity` counts cells; `max_context` limits a single sequence. Raises
+    `config.capacity` counts cells; `config.max_context` limits a single sequence. Raises
     `GeometryError` or `ConfigError` when the arguments do not fit together.
     """
 
     shares_rows = True
 
-    def __init__(
-        self,
-        geometry: CacheGeometry,
-        config: CacheConfig | None = None,
-    ) -> None:
+    def __init__(self, geometry: CacheGeometry, config: CacheConfig | None = None) -> None:
         super().__init__(geometry, config)
         config = self.config
-        self._pools = tuple(CellPool() for _ in geometry.layers)
+        self._stores = tuple(DenseRows() for _ in geometry.layers)
         self._storage_dtype = None if config.kv_dtype is None else getattr(mx, config.kv_dtype)
-        itemsize = _DTYPE_SIZES.get(config.kv_dtype or "", 2)
-        elements = sum(layer.elements_per_position for layer in geometry.layers)
-        self._array_start = prefers_array_start(elements * itemsize)
+        self._array_start = prefers_array_start(bytes_per_token(geometry, config))
         self._cells = min(config.initial_capacity, config.capacity)
-        self._views: CellViews | None = None
-        self._writes: tuple[Run, ...] = ()
-        self._starts: tuple[int | mx.array, ...] = ()
-        self._scattered: mx.array | None = None
+        self._running: CellStep | None = None
 
     @property
     def used_end(self) -> int:
@@ -63,22 +70,21 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
 
     @property
     def state(self) -> list[mx.array]:
-        arrays = [array for pool in self._pools for array in (pool.keys, pool.values)]
-        return [array for array in arrays if array is not None]
+        return [array for store in self._stores for array in store.state]
 
     @property
     def nbytes(self) -> int:
-        return sum(pool.nbytes for pool in self._pools)
+        return sum(store.nbytes for store in self._stores)
 
     @property
     def nbytes_used(self) -> int:
         """Bytes of the cells that have an owner."""
-        return sum(pool.nbytes // pool.rows * self.used for pool in self._pools if pool.rows)
+        return sum(store.nbytes // store.rows * self.used for store in self._stores if store.rows)
 
-    def pool(self, layer: int) -> CellPool:
+    def store(self, layer: int) -> DenseRows:
         """The rows of one layer, by cell. Raises `LayerIndexError`."""
         self._check_layer(layer)
-        return self._pools[layer]
+        return self._stores[layer]
 
     def new(self) -> int:
         return self.layout.new()
@@ -106,6 +112,30 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         self.layout.rewind(sequence, position)
         self._end_step()
 
+    def snapshot(self) -> Snapshot[CellState]:
+        """What all sequences hold now, for `restore`; copies no row until one is written.
+
+        Raises `StepError` while a step is unfinished.
+        """
+        self.layout.check_finished("take a snapshot")
+        mx.eval(self.state)
+        held = CellState(
+            copy.deepcopy(self.layout), self._cells, tuple(store.copy() for store in self._stores)
+        )
+        return Snapshot(KIND, self.geometry, self.config, held, tuple(self.state))
+
+    def restore(self, snapshot: Snapshot[CellState]) -> None:
+        """Hold what a cache of the same geometry and config held when the snapshot was taken.
+
+        Raises `SnapshotError`, and changes nothing, for a snapshot of another cache.
+        """
+        check_fits(snapshot, KIND, self.geometry, self.config)
+        layout, cells, layers = snapshot.held
+        self.layout = copy.deepcopy(layout)
+        self._cells = cells
+        self._stores = tuple(store.copy() for store in layers)
+        self._end_step()
+
     def reserve(self, cells: int) -> None:
         """Grow once, now, so that `cells` cells need no further growth.
 
@@ -117,14 +147,15 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
                 "make the cache with a larger capacity"
             )
         self._cells = max(self._cells, cells)
-        for pool in self._pools:
-            pool.grow(self._cells)
+        for store in self._stores:
+            store.grow(self._cells)
 
     def defragment(self) -> int:
         """Move the rows together, sequence after sequence, and give spare memory back.
 
         Answers how many cells were renamed. Sequences, positions and bytes stay what they are.
-        Copies each pool once, layer by layer. Raises `StepError` while a step is unfinished.
+        Copies the rows of each layer once, one layer after the other. Raises `StepError` while a
+        step is unfinished.
         """
         order = self.layout.plan_defragment()
         moved = sum(cell != former for cell, former in enumerate(order))
@@ -133,12 +164,9 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
         )
         if moved or cells < self._cells:
             formers = mx.array(order.tolist(), mx.int32)
-            for pool in self._pools:
-                if len(order):
-                    pool.gather(formers, cells)
-                    mx.eval(pool.keys, pool.values)
-                else:
-                    pool.drop()
+            for store in self._stores:
+                store.move(formers, cells)
+                mx.eval(store.state)
             self._cells = cells
         self.layout.apply_defragment(order)
         self._end_step()
@@ -153,58 +181,149 @@ class MLXCellCache(MLXSharedCache[CellLayout, KeysValues]):
 
     def _begin_step(self, step: DeclaredStep) -> None:
         layout = self.layout
-        self._cells = grown_rows(self._cells, layout.used_end, layout.capacity)
-        self._views = CellViews(layout, step)
-        runs = runs_of_cells(layout.placed_cells)
-        if len(runs) > 1 and len(runs) * ROWS_WORTH_A_RUN > step.tokens:
-            self._scattered = mx.array(list(layout.placed_cells), mx.int32)
-            return
-        self._scattered = None
-        self._writes = runs
-        if self._array_start:
-            self._starts = tuple(mx.array([run.start]) for run in runs)
-        else:
-            self._starts = tuple(run.start for run in runs)
+        if layout.used_end > self._cells:
+            self._cells = grown_rows(self._cells, layout.used_end, layout.capacity)
+        self._running = CellStep(layout, step, self._array_start)
 
     def _end_step(self) -> None:
-        self._views = None
-        self._scattered = None
+        self._running = None
 
     def _check_single_answer(self, step: DeclaredStep) -> None:
         """Every step has one: the cells, and a mask over them."""
 
-    def _write(self, layer: int, keys: mx.array, values: mx.array) -> KeysValues:
-        pool = self._pools[layer]
-        if not pool.rows:
+    def _write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        store = self._stores[layer]
+        rows = self._cells
+        if store.keys is None:
             _, heads, _, key_dim = keys.shape
-            pool.allocate(
-                (1, heads, self._cells, key_dim),
-                (1, heads, self._cells, values.shape[3]),
+            store.allocate(
+                (1, heads, rows, key_dim),
+                (1, heads, rows, values.shape[3]),
                 self._storage_dtype or keys.dtype,
                 self._storage_dtype or values.dtype,
             )
-        pool.grow(self._cells)
-        if self._scattered is not None:
-            pool.scatter(self._scattered, keys, values)
-        else:
-            pool.place(self._writes, self._starts, keys, values)
-        return self._rows(layer, (keys.dtype, values.dtype))
+        elif store.keys.shape[2] < rows:
+            store.grow(rows)
+        store.write(self._step_of_layers().placement, keys, values)
 
-    def _rows(self, layer: int, dtypes: tuple[mx.Dtype, mx.Dtype]) -> KeysValues:
-        keys, values = self._pools[layer].read((self._view(layer).run,))
-        return keys.astype(dtypes[0]), values.astype(dtypes[1])
+    def _attend(self, layer: int, queries: mx.array, options: AttendOptions) -> mx.array:
+        read = self._step_of_layers().read(self.geometry.layers[layer].policy.window)
+        return attend_view(queries, self._stores[layer].read((read.run,)), read.mask, options)
 
-    def _attend(
-        self, layer: int, rows: KeysValues, queries: mx.array, options: AttendOptions
-    ) -> mx.array:
-        return attend_rows(queries, *rows, self._mask(layer), options)
-
-    def _single(self, rows: KeysValues) -> KeysValues:
-        return rows
+    def _single_answer(self, layer: int) -> KeysValues:
+        read = self._step_of_layers().read(self.geometry.layers[layer].policy.window)
+        return self._stores[layer].read((read.run,)).dense()
 
     def _mask(self, layer: int) -> Mask:
-        return self._view(layer).mask
+        return self._step_of_layers().read(self.geometry.layers[layer].policy.window).mask
 
-    def _view(self, layer: int) -> CellView:
-        assert self._views is not None, "a step is placed before a layer is written or asked"
-        return self._views.view(self.geometry.layers[layer].policy.window)
+    def _step_of_layers(self) -> CellStep:
+        assert self._running is not None, "a step is placed before a layer is written or asked"
+        return self._running
+
+
+class CellRead(NamedTuple):
+    """The cells to read, and which of them each query sees.
+
+    mask: None (all), "causal" (lower-right aligned), or bool [T, length of the run].
+    """
+
+    run: Run
+    mask: Mask
+
+
+class CellStep:
+    """A placed step, made once and shared by the layers; what is read, once for each window.
+
+    placement: where the rows go, the same in every layer. A query sees the cells of its own
+    sequence at positions up to its own, within the window.
+    """
+
+    def __init__(self, layout: CellLayout, step: DeclaredStep, array_start: bool) -> None:
+        self._layout = layout
+        self._step = step
+        self._reads: dict[int, CellRead] = {}
+        self._queries: mx.array | None = None
+        runs = runs_of_cells(layout.placed_cells)
+        if len(runs) > 1 and len(runs) * ROWS_WORTH_A_RUN > step.tokens:
+            self.placement = Placement((), (), mx.array(list(layout.placed_cells), mx.int32))
+            return
+        starts = [mx.array([start]) if array_start else start for start, _ in runs]
+        self.placement = Placement(runs, tuple(starts))
+
+    def read(self, window: int) -> CellRead:
+        """What the layers with this window read, 0 for those that see every position."""
+        found = self._reads.get(window)
+        if found is None:
+            found = self._reads[window] = self._contiguous(window) or self._masked(window)
+        return found
+
+    def _contiguous(self, window: int) -> CellRead | None:
+        """The view of one sequence whose visible positions lie in consecutive cells, in order.
+
+        Such cells are what a sequence cache holds, so its masks hold for them too.
+        """
+        step = self._step
+        if len(step.starts) > 1:
+            return None
+        ((sequence, position),) = step.starts.items()
+        first = max(0, position - window + 1) if window else 0
+        if not self._layout.is_contiguous(sequence, first):
+            return None
+        rows = position + step.tokens - first
+        run = Run(self._layout.cells(sequence)[first], rows)
+        if step.tokens == 1:
+            return CellRead(run, None)
+        if not window or rows <= window:
+            return CellRead(run, "causal")
+        return CellRead(run, band(position, step.tokens, first, rows, window))
+
+    def _masked(self, window: int) -> CellRead:
+        """What any step reads: a mask from the positions that the cells hold for each query."""
+        visible = []
+        begin, end = NOT_OWNED, 0
+        for sequence, start in self._step.starts.items():
+            first = max(0, start - window + 1) if window else 0
+            # A copy: an array that lends its buffer cannot be appended to.
+            cells = np.array(memoryview(self._layout.cells(sequence))[first:], np.int32)
+            begin, end = min(begin, int(cells.min())), max(end, int(cells.max()) + 1)
+            visible.append((first, cells))
+        table = np.full((len(visible), end - begin), NOT_OWNED, np.int32)
+        for row, (first, cells) in enumerate(visible):
+            table[row, cells - begin] = np.arange(first, first + len(cells), dtype=np.int32)
+        if self._queries is None:
+            self._queries = mx.array(self._step.positions, mx.int32)[:, None]
+        if len(self._step.spans) == self._step.tokens == len(visible):
+            mask = _sees(self._queries, table, window)
+        else:
+            mask = self._mask_by_blocks(self._queries, table, window)
+        return CellRead(Run(begin, end - begin), mask)
+
+    def _mask_by_blocks(self, queries: mx.array, table: NDArray[np.int32], window: int) -> mx.array:
+        """bool [T, cells] from the position of each cell for each sequence of the step."""
+        row_of = {sequence: row for row, sequence in enumerate(self._step.starts)}
+        blocks = []
+        for spans in _blocks(self._step.spans):
+            first, last = spans[0].first, spans[-1].first + spans[-1].tokens
+            held = table[[row_of[span.sequence] for span in spans]]
+            blocks.append(_sees(queries[first:last], held, window))
+        return blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=0)
+
+
+def _sees(queries: mx.array, table: NDArray[np.int32], window: int) -> mx.array:
+    """Which cells each query sees, by the position that a cell holds for the query's sequence."""
+    held = mx.array(table)
+    return (held <= queries) & (held > queries - window) if window else held <= queries
+
+
+def _blocks(spans: Sequence[StepSpan]) -> Iterator[Sequence[StepSpan]]:
+    """Spans that can be masked at once: neighbors of one token each, or a single long one."""
+    first = 0
+    for index, span in enumerate(spans):
+        if span.tokens > 1:
+            if index > first:
+                yield spans[first:index]
+            yield spans[index : index + 1]
+            first = index + 1
+    if first < len(spans):
+        yield spans[first:]

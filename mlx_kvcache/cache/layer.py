@@ -3,53 +3,62 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx.core import slice_update, split
 
 from mlx_kvcache.cache.masks import Mask
-from mlx_kvcache.cache.step import PolicyStep
+from mlx_kvcache.cache.step import PolicySteps, Step
 from mlx_kvcache.errors import GeometryError, UpdateDtypeError, UpdateShapeError
 from mlx_kvcache.facts.geometry import LayerGeometry
-from mlx_kvcache.layout.runs import Run, StepPlan
-from mlx_kvcache.store.rows import KVPool
-from mlx_kvcache.store.write import ROW_AXIS
-
-KeysValues = tuple[mx.array, mx.array]
+from mlx_kvcache.layout.sequence import SequenceLayout
+from mlx_kvcache.store.rows import DenseRows, KeysValues, RowView
 
 
-class SequenceLayer(KVPool):
-    """The keys and values of one cache layer: a pool, and where its sequence stands.
+class LayerState(NamedTuple):
+    """What a layer holds at rest: its rows, and the dtypes of the newest update."""
+
+    rows: DenseRows
+    key_dtype: mx.Dtype
+    value_dtype: mx.Dtype
+
+
+class SequenceLayer:
+    """One cache layer: its rows, and where it stands.
 
     `offset` is the position of the next token of this layer: a plain attribute, since models
-    read it for every layer of every step. It runs ahead of the other layers' within a step.
+    read it for every layer of every step. It is ahead of the sequence's other layers by the step
+    that runs, and by nothing else.
     """
 
     __slots__ = (
         "_key_dtype",
         "_key_shape",
-        "_step",
+        "_sequence",
+        "_steps",
         "_storage_dtype",
         "_value_dtype",
         "_value_shape",
         "geometry",
         "index",
         "offset",
+        "store",
     )
 
     def __init__(
         self,
         index: int,
         geometry: LayerGeometry,
-        step: PolicyStep,
+        sequence: SequenceLayout,
+        steps: PolicySteps,
         storage_dtype: mx.Dtype | None,
     ) -> None:
-        super().__init__()
         self.index = index
         self.geometry = geometry
         self.offset = 0
-        self._step = step
+        self.store = DenseRows()
+        self._sequence = sequence
+        self._steps = steps
         self._storage_dtype = storage_dtype
         # What the newest update that passed every check was given. The shapes are those of one
         # new row, and None where a row must be cast on its way in and out.
@@ -59,10 +68,12 @@ class SequenceLayer(KVPool):
         self._value_dtype = mx.float32
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceLayer:
-        # The arrays are immutable values: both copies hold them until one is written.
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin._step = copy.deepcopy(self._step, memo)
+        # Arrays are values, which both may hold; unevaluated ones would belong to this thread.
+        mx.eval(self.store.state)
+        twin = memo[id(self)] = copy.copy(self)
+        twin.store = self.store.copy()
+        twin._sequence = copy.deepcopy(self._sequence, memo)
+        twin._steps = copy.deepcopy(self._steps, memo)
         return twin
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysValues:
@@ -74,22 +85,18 @@ class SequenceLayer(KVPool):
         Raises `UpdateShapeError`, `UpdateDtypeError`, `PositionError` or `CapacityError`, and
         then nothing has changed.
         """
-        step = self._step
+        step = self._steps.running
         if (
-            self.offset != step.position
+            self.offset != step.row_at
             or keys.shape != self._key_shape
             or values.shape != self._value_shape
         ):
             return self._update(keys, values)
-        # The shapes are known, so the pool is allocated and holds the step's row.
-        self._keys = keys = slice_update(self._keys, keys, step.start, ROW_AXIS)  # type: ignore[arg-type]
-        self._values = values = slice_update(self._values, values, step.start, ROW_AXIS)  # type: ignore[arg-type]
+        # The shapes are known, so the rows are allocated and the step's is among them.
+        rows = self.store.append(keys, values, step.start, step.stop)
         self.offset = step.end
-        stop = step.stop
-        if not stop:
-            return keys, values
-        # The first of two parts is a view, built faster than a slice.
-        return split(keys, (stop,), 2)[0], split(values, (stop,), 2)[0]
+        self._sequence.unwritten -= 1
+        return rows
 
     def keys_and_values(self) -> KeysValues:
         """The rows that the newest update of this layer answered with, without another update.
@@ -98,17 +105,17 @@ class SequenceLayer(KVPool):
         step larger than the ring's spare rows when the geometry does not mark this layer shared:
         the rows that such a step answered with are kept for shared layers only.
         """
-        if self._keys is None or self._values is None or self.offset == 0:
+        store, steps = self.store, self._steps
+        if not store.rows or self.offset == 0:
             raise UpdateShapeError(
                 f"cache layer {self.index} holds no keys and values yet; update it first"
             )
-        step = self._step
-        plan = step.plan
-        if plan is not None and plan.end == self.offset:
-            return step.joined.get(self.index) or self._in_callers_dtype(self._answer(plan))
-        if step.end == self.offset and step.position >= 0 and not step.stop:
-            return self._keys, self._values
-        return self._in_callers_dtype(self.read(step.read_runs(self.offset)))
+        step = steps.running
+        if step.end == self.offset and step.row_at < 0:
+            return steps.joined.get(self.index) or self._answer(step)
+        if step.end == self.offset and not step.stop:
+            return store.keys, store.values  # type: ignore[return-value]
+        return self._in_callers_dtype(store.read(steps.read_runs(self.offset)))
 
     def make_mask(
         self,
@@ -122,11 +129,11 @@ class SequenceLayer(KVPool):
         the next update answers with. `window_size` narrows the layer's own window. Raises
         `PositionError` for less than one token, `ConfigError` for a negative window.
         """
-        return self._step.mask(self.offset, N, window_size or 0, return_array)
+        return self._steps.mask(self.offset, N, window_size or 0, return_array)
 
     def mask_at(self, position: int, tokens: int) -> Mask:
         """The mask of a step of `tokens` at `position`, be it the next one or the newest one."""
-        return self._step.mask(position, tokens, 0, False)
+        return self._steps.mask(position, tokens, 0, False)
 
     def wrote_last(self, position: int, tokens: int) -> bool:
         """Whether the newest update of this layer was the step of `tokens` at `position`.
@@ -134,72 +141,110 @@ class SequenceLayer(KVPool):
         `keys_and_values` then answers for that step once more: layers that share this one's keys
         and values ask again with equal positions.
         """
-        return self.offset == position + tokens and self._step.is_running(position, tokens)
+        return self.offset == position + tokens and self._steps.is_running(position, tokens)
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The buffer of the keys, which may be replaced by the same rows with a dependency."""
+        return self.store.keys
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        self.store.replace("keys", array)
+
+    @property
+    def values(self) -> mx.array | None:
+        """The buffer of the values; see `keys`."""
+        return self.store.values
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        self.store.replace("values", array)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.store.nbytes
+
+    @property
+    def rows(self) -> int:
+        """Rows allocated."""
+        return self.store.rows
 
     @property
     def rows_held(self) -> int:
         """Rows that hold a position which is still remembered: all, or a ring's newest."""
-        return self._step.rows_held(self.offset)
+        return self._steps.rows_held(self.offset)
 
     def step_back(self, position: int) -> None:
-        """Put this layer at an earlier position, and the sequence with it if it is still beyond.
+        """Put this layer at an earlier position, for callers that go through them one by one.
 
-        For callers that go through the layers one by one. Raises `RewindError`, and changes
-        nothing, when the position cannot be reached.
+        The first takes the sequence along, and no step begins until the others have followed.
+        Raises `RewindError`, and changes nothing, when the position cannot be reached.
         """
-        self._step.rewind_sequence(position)
+        self._sequence.rewind_layer(position)
         self.settle(position)
 
     def settle(self, position: int) -> None:
         """Stand at `position`, with the rows that the layers of the same policy have by now."""
         self.offset = position
-        self._step.forget()
-        self.grow(self._step.rows)
+        self._steps.forget()
+        self.grow(self._steps.rows)
 
     def grow(self, rows: int) -> None:
-        """Append zero rows up to `rows`, and tell the other layers' step that it was done."""
-        super().grow(rows)
-        if self._keys is not None:
-            self._step.has_grown(self.index)
+        """Append rows up to `rows`, and tell the steps of the policy that it was done."""
+        self.store.grow(rows)
+        if self.store.rows:
+            self._steps.has_grown(self.index)
+
+    def hold(self) -> LayerState:
+        """What the layer holds, which stays as it is when the layer goes on."""
+        return LayerState(self.store.copy(), self._key_dtype, self._value_dtype)
+
+    def restore(self, state: LayerState, position: int) -> None:
+        """Hold what a layer of the same geometry held at `position`."""
+        self.store = state.rows.copy()
+        self.offset = position
+        self._accept(state.key_dtype, state.value_dtype)
 
     def _update(self, keys: mx.array, values: mx.array) -> KeysValues:
-        step = self._step
+        steps = self._steps
         if (
             keys.shape == self._key_shape
             and values.shape == self._value_shape
             and keys.dtype == self._key_dtype
             and values.dtype == self._value_dtype
-            and step.open_decode(self.offset)
+            and steps.open_decode(self.offset)
         ):
             return self.update_and_fetch(keys, values)
         self._check(keys, values)
-        plan = step.open(self.offset, keys.shape[2])
+        step = steps.open(self.offset, keys.shape[2])
         self._allocate_for(keys, values)
-        if plan.joined:
-            answer = self.read_before(plan.read, keys, values)
-            self.write(plan.write, step.starts, keys, values)
+        if step.joined:
+            view = self.store.read_before(step.read, keys, values)
+            self.store.write(step.placement, keys, values)
+            answer = self._in_callers_dtype(view)
+            if self.geometry.shared:
+                steps.joined[self.index] = answer
         else:
-            self.write(plan.write, step.starts, keys, values)
-            answer = self._answer(plan)
-        answer = self._in_callers_dtype(answer)
-        if plan.joined and self.geometry.shared:
-            step.joined[self.index] = answer
-        self.offset = plan.end
+            self.store.write(step.placement, keys, values)
+            answer = self._answer(step)
+        self.offset = step.end
+        self._sequence.unwritten -= 1
         return answer
 
-    def _answer(self, plan: StepPlan) -> KeysValues:
-        if plan.joined:
+    def _answer(self, step: Step) -> KeysValues:
+        if step.joined:
             raise GeometryError(
-                f"cache layer {self.index} is read again after a step of {plan.tokens} tokens, "
+                f"cache layer {self.index} is read again after a step of {step.tokens} tokens, "
                 "more than its spare rows, but its geometry says that no other layer shares it; "
                 "set LayerGeometry.shared"
             )
-        if self._step.physical:
-            return self.read((Run(0, self._step.rows),))
-        return self.read(plan.read)
+        return self._in_callers_dtype(self.store.read(step.read))
 
-    def _in_callers_dtype(self, rows: KeysValues) -> KeysValues:
-        return rows[0].astype(self._key_dtype), rows[1].astype(self._value_dtype)
+    def _in_callers_dtype(self, view: RowView) -> KeysValues:
+        keys, values = view.dense()
+        return keys.astype(self._key_dtype), values.astype(self._value_dtype)
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         geometry = self.geometry
@@ -219,7 +264,7 @@ class SequenceLayer(KVPool):
             self._refuse_shape(keys, values, "the values do not fit the keys or the layer")
         if batch < 1 or count < 1:
             self._refuse_shape(keys, values, "an update needs at least one sequence and one token")
-        held = batch if self._keys is None or self.offset == 0 else self._keys.shape[0]
+        held = self._batch if self.offset else batch
         if held != batch:
             self._refuse_shape(keys, values, f"the cache holds a batch of {held}; clear it first")
         for name, array in (("keys", keys), ("values", values)):
@@ -237,35 +282,38 @@ class SequenceLayer(KVPool):
             f"{list(keys.shape)} and {list(values.shape)}: {reason}"
         )
 
+    @property
+    def _batch(self) -> int:
+        return self.store.state[0].shape[0]
+
     def _allocate_for(self, keys: mx.array, values: mx.array) -> None:
         batch, heads, _, key_dim = keys.shape
-        value_dim = values.shape[3]
         key_dtype, value_dtype = self._storage_dtypes(keys, values)
-        if not self._holds(batch, key_dtype, value_dtype):
-            rows = self._step.rows
-            self.allocate(
+        rows = self._steps.rows
+        if not self.store.holds(batch, key_dtype, value_dtype):
+            self.store.allocate(
                 (batch, heads, rows, key_dim),
-                (batch, heads, rows, value_dim),
+                (batch, heads, rows, values.shape[3]),
                 key_dtype,
                 value_dtype,
             )
-        self.grow(self._step.rows)
-        self._key_dtype = keys.dtype
-        self._value_dtype = values.dtype
+        self.grow(rows)
+        self._accept(keys.dtype, values.dtype)
+
+    def _accept(self, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> None:
+        """Expect rows of these dtypes from now on."""
+        self._key_dtype = key_dtype
+        self._value_dtype = value_dtype
         self._key_shape = self._value_shape = None
-        if self._holds(batch, keys.dtype, values.dtype):
-            self._key_shape = (batch, heads, 1, key_dim)
-            self._value_shape = (batch, heads, 1, value_dim)
+        if self.store.rows and self.store.holds(self._batch, key_dtype, value_dtype):
+            geometry = self.geometry
+            self._key_shape = (self._batch, geometry.kv_heads, 1, geometry.key_dim)
+            self._value_shape = (self._batch, geometry.kv_heads, 1, geometry.value_dim)
 
     def _storage_dtypes(self, keys: mx.array, values: mx.array) -> tuple[mx.Dtype, mx.Dtype]:
         if self._storage_dtype is not None:
             return self._storage_dtype, self._storage_dtype
-        if self.offset and self._keys is not None and self._values is not None:
-            return self._keys.dtype, self._values.dtype
+        if self.offset:
+            held_keys, held_values = self.store.state
+            return held_keys.dtype, held_values.dtype
         return keys.dtype, values.dtype
-
-    def _holds(self, batch: int, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> bool:
-        if self._keys is None or self._values is None:
-            return False
-        held = self._keys.shape[0] == batch
-        return held and self._keys.dtype == key_dtype and self._values.dtype == value_dtype

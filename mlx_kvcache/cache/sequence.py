@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
-from mlx_kvcache.cache.layer import SequenceLayer
+from mlx_kvcache.cache.arguments import (
+    AttendOptions,
+    Positions,
+    check_arrays,
+    check_options,
+    step_start,
+)
+from mlx_kvcache.cache.attend import attend_view
+from mlx_kvcache.cache.layer import LayerState, SequenceLayer
 from mlx_kvcache.cache.masks import Mask
-from mlx_kvcache.cache.step import PolicyStep
-from mlx_kvcache.errors import CapacityError, LayerIndexError, PositionError, RewindError
+from mlx_kvcache.cache.snapshot import Snapshot, check_fits
+from mlx_kvcache.cache.step import PolicySteps
+from mlx_kvcache.errors import CapacityError, LayerIndexError, PositionError, UpdateShapeError
 from mlx_kvcache.facts.config import CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
+from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.sequence import SequenceLayout
-from mlx_kvcache.store.write import prefers_array_start
+from mlx_kvcache.store.choice import bytes_per_token, prefers_array_start
+from mlx_kvcache.store.rows import RowView
 
-_DTYPE_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+KIND = "sequence"
+
+
+class SequenceState(NamedTuple):
+    """What a sequence cache holds: where the sequence stands, and the rows of each layer."""
+
+    length: int
+    high_water: int
+    layers: tuple[LayerState, ...]
 
 
 class MLXSequenceCache:
@@ -40,20 +61,19 @@ class MLXSequenceCache:
         policies = [layer.policy for layer in geometry.layers]
         self.layout = SequenceLayout(policies, config.capacity, config.spare)
         self._steps = self._make_steps(policies)
+        self._layer_class = layer_class
         dtype = None if config.kv_dtype is None else getattr(mx, config.kv_dtype)
         self.layers = tuple(
-            layer_class(index, layer, self._steps[layer.policy], dtype)
+            layer_class(index, layer, self.layout, self._steps[layer.policy], dtype)
             for index, layer in enumerate(geometry.layers)
         )
 
-    def _make_steps(self, policies: list[LayerPolicy]) -> dict[LayerPolicy, PolicyStep]:
-        itemsize = _DTYPE_SIZES.get(self.config.kv_dtype or "", 2)
-        elements = sum(layer.elements_per_position for layer in self.geometry.layers)
-        array_start = prefers_array_start(elements * itemsize)
-        steps: dict[LayerPolicy, PolicyStep] = {}
+    def _make_steps(self, policies: list[LayerPolicy]) -> dict[LayerPolicy, PolicySteps]:
+        array_start = prefers_array_start(bytes_per_token(self.geometry, self.config))
+        steps: dict[LayerPolicy, PolicySteps] = {}
         for index, policy in enumerate(policies):
             if policy not in steps:
-                steps[policy] = PolicyStep(
+                steps[policy] = PolicySteps(
                     self.layout, index, self.config.initial_capacity, array_start
                 )
         return steps
@@ -88,8 +108,7 @@ class MLXSequenceCache:
     @property
     def state(self) -> list[mx.array]:
         """Every array that is alive in the cache, for `mx.eval`."""
-        arrays = [array for layer in self.layers for array in (layer.keys, layer.values)]
-        return [array for array in arrays if array is not None]
+        return [array for layer in self.layers for array in layer.store.state]
 
     def layer(self, index: int) -> SequenceLayer:
         """The object of one cache layer. Raises `LayerIndexError`."""
@@ -100,6 +119,57 @@ class MLXSequenceCache:
                 f"cache layer {index} does not exist; there are {len(self.layers)}, counted from 0"
             )
         return self.layers[index]
+
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        *,
+        softcap: float | None = None,
+        out_dtype: mx.Dtype | None = None,
+        positions: Positions | None = None,
+    ) -> mx.array:
+        """Write a step of T tokens to one layer and attend to all that its queries may see.
+
+        queries [B, Hq, T, key_dim], keys [B, H, T, key_dim] and values [B, H, T, value_dim],
+        rotated already; Hq a multiple of H. Answers [B, Hq, T, value_dim] in `out_dtype`, or in
+        the queries' dtype, in which it is computed whatever dtype is stored. sinks [Hq] and
+        softcap as in `mlx_kvcache.attend`.
+
+        positions: None continues the layer; else where the step starts, or the position of each
+        token, one run. The step that the layer has just written may be given once more: a model
+        layer that shares another's keys and values does that. Then nothing is written, and the
+        rows that the first call read are read again.
+
+        Raises `LayerIndexError`, `UpdateShapeError`, `UpdateDtypeError`, `AttentionError`,
+        `PositionError`, `CapacityError`, or `GeometryError` where a layer that is not marked
+        shared is asked again after a step larger than its spare rows; then nothing has changed.
+        """
+        target = self.layer(layer)
+        options = AttendOptions(scale, sinks, softcap, out_dtype)
+        check_arrays(queries, keys, values)
+        check_options(queries.shape[1], options)
+        _check_tokens(target, queries, keys, values)
+        tokens = queries.shape[2]
+        position = target.offset if positions is None else step_start(positions, tokens)
+        if position == target.offset:
+            mask = target.mask_at(position, tokens)
+            rows = target.update_and_fetch(keys, values)
+        elif target.wrote_last(position, tokens):
+            mask = target.mask_at(position, tokens)
+            rows = target.keys_and_values()
+            _check_batch(target, queries, rows[0])
+        else:
+            raise PositionError(
+                f"{tokens} tokens at position {position} do not continue cache layer {layer}, "
+                f"whose next position is {target.offset}, nor are they the step it has just "
+                f"written; continue at {target.offset}, or rewind the cache first"
+            )
+        return attend_view(queries, RowView(*rows, (Run(0, rows[0].shape[2]),)), mask, options)
 
     def update_and_fetch(
         self, layer: int, keys: mx.array, values: mx.array, position: int | None = None
@@ -155,13 +225,6 @@ class MLXSequenceCache:
         had not. Raises `RewindError`, and changes nothing, for a position that some layer does
         not hold, or whose window a ring has overwritten.
         """
-        self.layout.check_rewind(position)
-        shortest = min(layer.offset for layer in self.layers)
-        if position > shortest:
-            raise RewindError(
-                f"cannot rewind to {position}: a step was interrupted and some layers hold only "
-                f"{shortest} positions; rewind to {shortest} or less, or clear the cache"
-            )
         self.layout.rewind(position)
         self._settle(position)
 
@@ -170,6 +233,68 @@ class MLXSequenceCache:
         self.layout.clear()
         self._settle(0)
 
+    def snapshot(self) -> Snapshot[SequenceState]:
+        """What the cache holds now, to be put back by `restore`; copies nothing until a write.
+
+        Raises `PositionError` while a step is unfinished.
+        """
+        self.layout.check_settled()
+        mx.eval(self.state)
+        held = SequenceState(
+            self.length, self.layout.high_water, tuple(layer.hold() for layer in self.layers)
+        )
+        return Snapshot(KIND, self.geometry, self.config, held, tuple(self.state))
+
+    def restore(self, snapshot: Snapshot[SequenceState]) -> None:
+        """Hold what a cache of the same geometry and config held when the snapshot was taken.
+
+        Raises `SnapshotError`, and changes nothing, for a snapshot of another cache.
+        """
+        check_fits(snapshot, KIND, self.geometry, self.config)
+        length, high_water, layers = snapshot.held
+        self.layout.restore(length, high_water)
+        rows: dict[LayerPolicy, dict[int, int]] = {policy: {} for policy in self._steps}
+        for layer, state in zip(self.layers, layers, strict=True):
+            layer.restore(state, length)
+            if layer.rows:
+                rows[layer.geometry.policy][layer.index] = layer.rows
+        for policy, steps in self._steps.items():
+            steps.restore(rows[policy])
+
+    def fork(self, up_to: int | None = None) -> MLXSequenceCache:
+        """A cache that holds the same, up to a position; rows are copied when one is written.
+
+        Raises `PositionError` while a step is unfinished, and what `rewind` raises.
+        """
+        twin = type(self)(self.geometry, self.config, self._layer_class)
+        twin.restore(self.snapshot())
+        if up_to is not None:
+            twin.rewind(up_to)
+        return twin
+
     def _settle(self, length: int) -> None:
         for layer in self.layers:
             layer.settle(length)
+
+
+def _check_tokens(
+    layer: SequenceLayer, queries: mx.array, keys: mx.array, values: mx.array
+) -> None:
+    """Hold keys and values against the layer: a repeated step is not written, nor checked there."""
+    batch, _, tokens, _ = queries.shape
+    facts = layer.geometry
+    heads, key_dim, value_dim = facts.kv_heads, facts.key_dim, facts.value_dim
+    if keys.shape[1:] != (heads, tokens, key_dim) or values.shape[3] != value_dim:
+        raise UpdateShapeError(
+            f"cache layer {layer.index} takes, with queries {list(queries.shape)}, keys "
+            f"[{batch}, {heads}, {tokens}, {key_dim}] and values [{batch}, {heads}, {tokens}, "
+            f"{value_dim}], got {list(keys.shape)} and {list(values.shape)}"
+        )
+
+
+def _check_batch(layer: SequenceLayer, queries: mx.array, keys: mx.array) -> None:
+    if keys.shape[0] != queries.shape[0]:
+        raise UpdateShapeError(
+            f"cache layer {layer.index} has just written this step for a batch of "
+            f"{keys.shape[0]}, got queries of a batch of {queries.shape[0]}"
+        )

@@ -1,28 +1,74 @@
-"""What all layers of one policy share while a step runs: computed once, used by each of them."""
+"""A step of one sequence: what the layers that share a policy write, read and may see."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
-from mlx_kvcache.cache.masks import NO_POSITION, Mask, StepMasks
+from mlx_kvcache.cache.masks import Mask, band, ring_band, ring_template
+from mlx_kvcache.errors import ConfigError, PositionError
 from mlx_kvcache.layout.ring import RingLayout
-from mlx_kvcache.layout.runs import Run, StepPlan, grown_rows, wrap
+from mlx_kvcache.layout.runs import Run, grown_rows, wrap
 from mlx_kvcache.layout.sequence import SequenceLayout
+from mlx_kvcache.store.rows import KeysValues, Placement
+
+#: No step has this position.
+NO_POSITION = -1
+#: Decode masks of a ring are kept by slot while all of them together stay below this.
+KEPT_MASK_BYTES = 4 * 2**20
 
 
-class PolicyStep:
-    """The running step of the layers that share one policy.
+class Step(NamedTuple):
+    """One step of the layers that share a policy, made once and used by each of them.
 
-    A layer on the decode path reads four fields: `position` (of the step, or NO_POSITION when
-    the step is not open as a decode step), `end`, `start` (an array, shared by all layers) and
-    `stop` (rows to answer with; 0 for the whole pool). Everything else is asked once a step.
+    A decode step is served from the first four fields: `row_at`, its position (NO_POSITION for
+    every other step), `end`, `start`, the row to write, and `stop`, the rows to answer with (0 for
+    all). An array as `start`, and a mask made of one, let a step be compiled: see `decode_step_at`.
 
-    `window` and `ring_size` are 0 for flat layers. `rows` is what every pool must have allocated:
-    while one has less, no step is opened as a decode step, so that every layer passes through the
-    general path and grows. MLX does not check the bounds of an array start.
+    position, tokens: of the step. placement: where its rows go. read: the runs that its queries
+    may see, oldest first. joined: whether these are to be read before the write, and the new rows
+    follow them. slot_order: whether the rows are answered in the order of the ring's slots.
+    """
+
+    row_at: int
+    end: int
+    start: int | mx.array
+    stop: int
+    position: int
+    tokens: int
+    placement: Placement = Placement((), ())
+    read: tuple[Run, ...] = ()
+    joined: bool = False
+    slot_order: bool = False
+
+
+NO_STEP = Step(NO_POSITION, 0, 0, 0, NO_POSITION, 0)
+
+
+def decode_step_at(
+    position: mx.array, window: int, ring_size: int, rows: int
+) -> tuple[mx.array, mx.array]:
+    """The row to write [1] and the mask [1, rows] of a token at `position` [1], by MLX ops alone.
+
+    For a graph that is compiled once for all positions. The first `rows` rows are read, of a ring
+    (`window` > 0) all `ring_size` slots in their order.
+    """
+    if window:
+        return position % ring_size, ring_band(position, 1, ring_size, window)
+    return position, band(position, 1, 0, rows, 0)
+
+
+class PolicySteps:
+    """Opens the steps of the layers that share one policy, and makes their masks.
+
+    `running` is the newest step. `window` and `ring_size` are 0 for flat layers. `rows` is what
+    every layer must have allocated: while one has less, no decode step is opened, so that every
+    layer passes through the general path and grows. MLX does not check the bounds of an array
+    start.
 
     A wrapped ring is answered in the order of its slots when a mask for that order was asked for,
     and in logical order otherwise. With the mask, nothing has to be copied to read it.
@@ -33,21 +79,19 @@ class PolicyStep:
         "_array_start",
         "_behind",
         "_layer_index",
+        "_mask_position",
         "_masks",
         "_ring",
         "_row_limit",
         "_sequence",
+        "_slot_masks",
+        "_slot_order",
         "_slot_starts",
-        "end",
+        "_templates",
         "joined",
-        "physical",
-        "plan",
-        "position",
         "ring_size",
         "rows",
-        "start",
-        "starts",
-        "stop",
+        "running",
         "window",
     )
 
@@ -58,46 +102,70 @@ class PolicyStep:
         self._sequence = sequence
         self._layer_index = layer_index
         self._array_start = array_start
-        self._slot_starts: dict[int, mx.array] = {}
         self._ring = layout if isinstance(layout, RingLayout) else None
         self.window = self._ring.window if self._ring else 0
         self.ring_size = self._ring.size if self._ring else 0
         self._row_limit = self.ring_size or sequence.capacity
-        # The layers that have a pool, and those whose pool is yet to grow to `rows`.
+        # The layers that have rows, and those that are yet to grow to `rows`.
         self._allocated: set[int] = set()
         self._behind: set[int] = set()
-        self._masks = StepMasks(self.window, self.ring_size)
         self.rows = self._allocated_rows(min(initial_rows, self._row_limit))
-        self.plan: StepPlan | None = None
+        self.running = NO_STEP
         # Rows answered by a step larger than the ring, by layer: for layers that are read again.
-        self.joined: dict[int, tuple[mx.array, mx.array]] = {}
-        self.physical = False
-        self.starts: tuple[int | mx.array, ...] = ()
-        self.position = NO_POSITION
-        self.end = 0
-        self.stop = 0
-        self.start: mx.array
+        self.joined: dict[int, KeysValues] = {}
+        # Made from numbers of the host, so that they belong to no stream and to no thread.
+        self._templates: dict[int, NDArray[np.bool_]] = {}
+        self._slot_masks: dict[tuple[int, int], mx.array] = {}
+        self._slot_starts: dict[int, mx.array] = {}
+        self._forget_masks(NO_POSITION)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PolicyStep:
-        twin = copy.copy(self)
-        memo[id(self)] = twin
+    def __deepcopy__(self, memo: dict[int, Any]) -> PolicySteps:
+        twin = memo[id(self)] = copy.copy(self)
         twin._sequence = copy.deepcopy(self._sequence, memo)
-        twin._masks = copy.deepcopy(self._masks, memo)
-        twin.joined = dict(self.joined)
         twin._allocated = set(self._allocated)
         twin._behind = set(self._behind)
+        twin._slot_masks, twin._slot_starts = {}, {}
+        twin.joined = dict(self.joined)
+        twin._forget_masks(NO_POSITION)
         return twin
 
     def mask(self, position: int, tokens: int, window: int, as_array: bool) -> Mask:
         """The mask for the rows with which the step of `tokens` at `position` will be answered.
 
-        `window` narrows the policy's own (0 = no further). A step that another layer was already
-        answered in logical order keeps this order. Raises `PositionError` for less than one token
-        and `ConfigError` for a negative window.
+        `window` narrows the policy's own (0 = no further). "causal" is answered where it is enough
+        and no array is asked for; None for one token that sees all rows answered. A step that
+        another layer was already answered in logical order keeps this order. Raises
+        `PositionError` for less than one token and `ConfigError` for a negative window.
         """
-        if self.plan is not None and not self.physical and self.is_running(position, tokens):
-            return self._masks.logical(position, tokens, window, as_array)
-        return self._masks.mask(position, tokens, window, as_array)
+        own, size = self.window, self.ring_size
+        running = self.running
+        if (
+            running.position == position
+            and running.tokens == tokens
+            and running.row_at == NO_POSITION
+            and not running.slot_order
+        ):
+            return self._logical_mask(position, tokens, window, as_array)
+        if tokens == 1 and own and position >= own and window >= 0:
+            if position != self._mask_position:
+                self._forget_masks(position)
+            self._slot_order.add(1)
+            narrow = window if 0 < window < own else own
+            mask = self._slot_masks.get((position % size, narrow))
+            return self._decode_mask(position % size, narrow) if mask is None else mask
+        if window < 0 or type(tokens) is not int or tokens < 1:
+            _refuse_mask(tokens, window)
+        end = position + tokens
+        first = self._first_row(position)
+        if size and tokens > 1 and end - first <= size and first // size != (end - 1) // size:
+            if position != self._mask_position:
+                self._forget_masks(position)
+            self._slot_order.add(tokens)
+            key = (tokens, self._narrower(window), True)
+            if key not in self._masks:
+                self._masks[key] = ring_band(position, tokens, size, key[1])
+            return self._masks[key]
+        return self._logical_mask(position, tokens, window, as_array)
 
     def open_decode(self, position: int) -> bool:
         """Open a one-token step for every layer, if it can be served from the four fields.
@@ -109,56 +177,64 @@ class PolicyStep:
         end = position + 1
         window = self.window
         if window and end > window:
-            if not self._masks.in_slot_order(position, 1) or self.rows < self.ring_size:
+            if (
+                self._mask_position != position
+                or 1 not in self._slot_order
+                or self.rows < self.ring_size
+            ):
                 return False
-            self._sequence.append(position, 1)
-            self.stop = 0
+            self._sequence.begin(position, 1)
+            stop = 0
             slot = position % self.ring_size
             start = self._slot_starts.get(slot)
             if start is None:
                 start = self._slot_starts[slot] = mx.array([slot])
-            self.start = start
         else:
             if end > self.rows:
                 return False
-            self._sequence.append(position, 1)
-            self.stop = end if end < self.rows else 0
-            self.start = mx.array([position])
-        if self.plan is not None:
-            self._close_plan()
-        self.position = position
-        self.end = end
+            self._sequence.begin(position, 1)
+            stop = end if end < self.rows else 0
+            start = mx.array([position])
+        if self.joined:
+            self.joined.clear()
+        self.running = Step(position, end, start, stop, position, 1)
         return True
 
-    def open(self, position: int, tokens: int) -> StepPlan:
-        """Open any step, or find it open already, and answer its plan. Commits it.
+    def open(self, position: int, tokens: int) -> Step:
+        """Open any step, or find it open already, and commit it.
 
         Raises `PositionError` or `CapacityError`, and then changes nothing.
         """
-        plan = self.plan
-        if plan is not None and plan.position == position and plan.tokens == tokens:
-            return plan
+        running = self.running
+        general = running.row_at == NO_POSITION
+        if general and running.position == position and running.tokens == tokens:
+            return running
         plan = self._sequence.plan(self._layer_index, position, tokens)
-        self._sequence.commit(plan)
+        self._sequence.begin(position, tokens)
         needed = min(plan.end, self._row_limit)
         self._grow_to(self._allocated_rows(grown_rows(self.rows, needed, self._row_limit)))
-        self._close_plan()
-        self.position = NO_POSITION
-        self.plan = plan
-        self.end = plan.end
-        self.physical = self._masks.in_slot_order(position, tokens)
+        slot_order = self._mask_position == position and tokens in self._slot_order
+        starts: tuple[int | mx.array, ...] = tuple(run.start for run in plan.write)
         if self._array_start:
-            self.starts = tuple(mx.array([run.start]) for run in plan.write)
-        else:
-            self.starts = tuple(run.start for run in plan.write)
-        return plan
+            starts = tuple(mx.array([run.start]) for run in plan.write)
+        self.joined.clear()
+        self.running = Step(
+            NO_POSITION,
+            plan.end,
+            0,
+            0,
+            position,
+            tokens,
+            Placement(plan.write, starts),
+            (Run(0, self.rows),) if slot_order and not plan.joined else plan.read,
+            plan.joined,
+            slot_order,
+        )
+        return self.running
 
     def is_running(self, position: int, tokens: int) -> bool:
         """Whether the step of `tokens` at `position` is the one that is open."""
-        plan = self.plan
-        if plan is not None:
-            return plan.position == position and plan.tokens == tokens
-        return tokens == 1 and self.position == position
+        return self.running.position == position and self.running.tokens == tokens
 
     def read_runs(self, end: int) -> tuple[Run, ...]:
         """The runs of the rows that position `end` may still see, in logical order."""
@@ -176,15 +252,29 @@ class PolicyStep:
     def reserve(self, length: int) -> None:
         """Ask for enough rows, at once, that `length` positions fit without growing again."""
         rows = max(self.rows, self._allocated_rows(min(length, self._row_limit)))
-        if rows > self.rows and self.position != NO_POSITION and not self.stop:
-            # The running step answers with the whole pool, which is about to have more rows.
-            self.stop = self.end
+        running = self.running
+        if rows > self.rows and running.row_at != NO_POSITION and not running.stop:
+            # The running step answers with all rows, of which there are about to be more.
+            self.running = running._replace(stop=running.end)
         self._grow_to(rows)
 
     def has_grown(self, layer: int) -> None:
-        """Note that the pool of `layer` has the rows that every pool must have."""
+        """Note that `layer` has the rows that every layer must have."""
         self._allocated.add(layer)
         self._behind.discard(layer)
+
+    def forget(self) -> None:
+        """Drop the running step: the sequence was rewound or cleared."""
+        self.running = NO_STEP
+        self.joined.clear()
+        self._forget_masks(NO_POSITION)
+
+    def restore(self, allocated: dict[int, int]) -> None:
+        """Begin anew with layers that have so many rows each, by their index."""
+        self.forget()
+        self._allocated = set(allocated)
+        self.rows = max(allocated.values(), default=self.rows)
+        self._behind = {layer for layer, rows in allocated.items() if rows < self.rows}
 
     def _allocated_rows(self, rows: int) -> int:
         return self._ring.whole(rows) if self._ring else rows
@@ -194,26 +284,50 @@ class PolicyStep:
             self.rows = rows
             self._behind = set(self._allocated)
 
-    @property
-    def rewind_floor(self) -> int:
-        """The lowest position, other than 0, to which the whole sequence can go back."""
-        return self._sequence.rewind_floor
+    def _forget_masks(self, position: int) -> None:
+        """Forget the masks of the step before, and that its rows were wanted in slot order."""
+        self._mask_position = position
+        self._masks: dict[tuple[int, int, bool], mx.array] = {}
+        self._slot_order: set[int] = set()
 
-    def rewind_sequence(self, position: int) -> None:
-        """Rewind the whole sequence to `position`, unless another layer already did.
+    def _logical_mask(self, position: int, tokens: int, window: int, as_array: bool) -> Mask:
+        """The mask of a step for rows in logical order."""
+        narrow = self._narrower(window)
+        first = self._first_row(position)
+        rows = position + tokens - first
+        if rows <= narrow:
+            narrow = 0
+        if tokens == 1 and not narrow:
+            return None
+        if not narrow and not as_array:
+            return "causal"
+        if position != self._mask_position:
+            self._forget_masks(position)
+        key = (tokens, narrow, False)
+        if key not in self._masks:
+            self._masks[key] = band(position, tokens, first, rows, narrow)
+        return self._masks[key]
 
-        Raises `RewindError`, and changes nothing, when the position cannot be reached.
-        """
-        if position != self._sequence.length:
-            self._sequence.rewind(position)
+    def _first_row(self, position: int) -> int:
+        return max(0, position - self.window + 1) if self.window else 0
 
-    def forget(self) -> None:
-        """Drop the running step: the sequence was rewound or cleared."""
-        self._close_plan()
-        self._masks.forget()
-        self.position = NO_POSITION
+    def _narrower(self, window: int) -> int:
+        own = self.window
+        return own if not window or 0 < own < window else window
 
-    def _close_plan(self) -> None:
-        self.plan = None
-        self.physical = False
-        self.joined.clear()
+    def _decode_mask(self, slot: int, window: int) -> mx.array:
+        size = self.ring_size
+        if window not in self._templates:
+            self._templates[window] = ring_template(size, window)
+        first = size - 1 - slot
+        template = self._templates[window]
+        mask = mx.array(template[:, first : first + size])
+        if size * size <= KEPT_MASK_BYTES:
+            self._slot_masks[slot, window] = mask
+        return mask
+
+
+def _refuse_mask(tokens: int, window: int) -> NoReturn:
+    if type(tokens) is not int or tokens < 1:
+        raise PositionError(f"a mask is for at least one token, got {tokens!r}")
+    raise ConfigError(f"the window of a mask must be 0 (none) or more, got {window}")

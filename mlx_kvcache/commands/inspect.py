@@ -78,7 +78,7 @@ def read_model_config(model_or_config: str) -> Mapping[str, Any]:
     """
     path = Path(model_or_config).expanduser()
     if path.suffix == ".json" and path.is_file():
-        from mlx_kvcache.facts.hf.config import read_config
+        from mlx_kvcache.facts.hf.from_config import read_config
 
         return read_config(path)
     from mlx_kvcache import models

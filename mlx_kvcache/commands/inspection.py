@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.config import ITEM_SIZES, CacheConfig, item_size
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.layer_kinds import LayerGroup, layer_groups
 from mlx_kvcache.layout.footprint import (
-    ITEM_SIZES,
     Extent,
     Footprint,
     bytes_per_token,
     footprint,
-    item_size,
     mlx_lm_chunked_rows,
     mlx_lm_rows,
     rotating_prefill_rows,
@@ -48,7 +46,7 @@ class Inspection:
     @property
     def size(self) -> int:
         """Bytes of one stored number."""
-        return ITEM_SIZES[self.config.kv_dtype or "bfloat16"]
+        return item_size(self.config.kv_dtype)
 
     def bytes_per_token(self, window: bool | None = None) -> int:
         """Bytes of one token in all cache layers, or in those with (True) or without a window."""

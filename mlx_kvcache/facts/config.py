@@ -7,9 +7,11 @@ before anything is indexed or allocated.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 
 from mlx_kvcache.errors import ConfigError, GeometryError
+from mlx_kvcache.facts.checks import is_integer
 from mlx_kvcache.facts.geometry import CacheGeometry
 
 #: MLX indexes rows with 32-bit integers, so no cache can hold more positions than this.
@@ -17,7 +19,9 @@ MAX_CAPACITY = 2**31 - 1
 DEFAULT_INITIAL_CAPACITY = 512
 #: Spare rows of a ring: few, since every decode step of a wrapped ring reads them too.
 DEFAULT_SPARE = 64
-KV_DTYPES = ("float32", "float16", "bfloat16")
+#: Bytes of one number in each storage dtype, by name.
+ITEM_SIZES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+KV_DTYPES = tuple(ITEM_SIZES)
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,19 @@ class CacheConfig:
             object.__setattr__(self, "spare", max_write)
 
 
-def _require(field: str, value: object, minimum: int, remedy: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{field} must be an integer, got {value!r}; {remedy}")
-    if not minimum <= value <= MAX_CAPACITY:
+def item_size(kv_dtype: str | None) -> int:
+    """Bytes of one stored number; 2 for None, as most models run in a dtype of 16 bits.
+
+    Raises `ConfigError` for an unknown dtype.
+    """
+    if kv_dtype is None:
+        return 2
+    if kv_dtype not in KV_DTYPES:
         raise ConfigError(
-            f"{field} must be between {minimum} and {MAX_CAPACITY}, got {value}; {remedy}"
+            f"kv_dtype must be one of {', '.join(KV_DTYPES)} or None (the model's own), "
+            f"got {kv_dtype!r}"
         )
+    return ITEM_SIZES[kv_dtype]
 
 
 def validate(geometry: CacheGeometry, config: CacheConfig) -> None:
@@ -69,17 +79,18 @@ def validate(geometry: CacheGeometry, config: CacheConfig) -> None:
     if not isinstance(config, CacheConfig):
         raise ConfigError(f"a CacheConfig is needed, got {type(config).__name__}")
     _require("capacity", config.capacity, 1, "give the most positions that the cache may hold")
-    _require(
-        "initial_capacity",
-        config.initial_capacity,
-        0,
-        "give the rows to start with (0 allocates at the first write)",
-    )
+    initial = "give the rows to start with (0 allocates at the first write)"
+    _require("initial_capacity", config.initial_capacity, 0, initial)
     _require("spare", config.spare, 1, "a ring needs at least one spare row to write to")
     if config.max_context is not None:
         _require("max_context", config.max_context, 1, "leave it out for no limit of its own")
-    if config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES:
+    item_size(config.kv_dtype)
+
+
+def _require(field: str, value: object, minimum: int, remedy: str) -> None:
+    if not is_integer(value):
+        raise ConfigError(f"{field} must be an integer, got {value!r}; {remedy}")
+    if not is_integer(value, minimum, MAX_CAPACITY):
         raise ConfigError(
-            f"kv_dtype must be one of {', '.join(KV_DTYPES)} or None (the model's own), "
-            f"got {config.kv_dtype!r}"
+            f"{field} must be between {minimum} and {MAX_CAPACITY}, got {value}; {remedy}"
         )

@@ -12,24 +12,25 @@ from os import PathLike
 from typing import Any, Literal, TypeVar
 
 from mlx_kvcache.errors import GeometryError
+from mlx_kvcache.facts.checks import is_integer
 
-_Kind = TypeVar("_Kind")
+_Item = TypeVar("_Item")
 
 PolicyKind = Literal["flat", "ring"]
 
 
 def _require_integer(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    if not is_integer(value, minimum):
         raise GeometryError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
-def _as_tuple(name: str, values: object, kind: type[_Kind]) -> tuple[_Kind, ...]:
+def _as_tuple(name: str, values: object, item: type[_Item]) -> tuple[_Item, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise GeometryError(f"{name} must be a sequence of {kind.__name__}, got {values!r}")
+        raise GeometryError(f"{name} must be a sequence of {item.__name__}, got {values!r}")
     made = tuple(values)
     for value in made:
-        if not isinstance(value, kind):
-            raise GeometryError(f"{name} must hold {kind.__name__} only, got {value!r}")
+        if not isinstance(value, item):
+            raise GeometryError(f"{name} must hold {item.__name__} only, got {value!r}")
     return made
 
 
@@ -140,7 +141,7 @@ class CacheGeometry:
             object.__setattr__(self, "model_layers", each)
         for number, layer in enumerate(self.model_layers):
             for index in _as_tuple(f"caches of model layer {number}", layer.caches, int):
-                if isinstance(index, bool) or not 0 <= index < len(self.layers):
+                if not is_integer(index, 0, len(self.layers) - 1):
                     raise GeometryError(
                         f"model layer {number} reads cache layer {index}, "
                         f"but there are only {len(self.layers)} cache layers"
@@ -151,10 +152,11 @@ class CacheGeometry:
         """The geometry that a Hugging Face config describes.
 
         `config` is a transformers config object, the dict of a config.json, or a path to that
-        file or to the directory that holds it. Raises `GeometryError` when a field is missing or
-        malformed and `UnknownLayerTypeError` for a layer type or family without a known rule.
+        file or to the directory that holds it. Raises `ModelNotFoundError` for a path that leads to
+        no config, `GeometryError` when a field is missing or malformed, and
+        `UnknownLayerTypeError` for a layer type or family without a known rule.
         """
-        from mlx_kvcache.facts.hf.config import geometry_from_hf
+        from mlx_kvcache.facts.hf.from_config import geometry_from_hf
 
         return geometry_from_hf(config)
 

@@ -8,8 +8,6 @@ from typing import Literal
 
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry
 
-Kind = Literal["flat", "ring", "shared", "recurrent", "none"]
-
 
 @dataclass(frozen=True)
 class LayerKind:
@@ -22,7 +20,7 @@ class LayerKind:
     state: whether the layer also has a recurrent state.
     """
 
-    kind: Kind
+    kind: Literal["flat", "ring", "shared", "recurrent", "none"]
     cache: LayerGeometry | None = None
     owner: int | None = None
     ordinal: int = 0

@@ -6,15 +6,19 @@ no keys and values (SSM, linear attention, convolution) stay mlx-lm's own state 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import CacheList
 
 from mlx_kvcache.cache.layer import SequenceLayer
-from mlx_kvcache.cache.sequence import MLXSequenceCache
-from mlx_kvcache.errors import GeometryError
+from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
+from mlx_kvcache.cache.snapshot import Snapshot
+from mlx_kvcache.errors import GeometryError, SnapshotError
 from mlx_kvcache.facts.config import (
     DEFAULT_INITIAL_CAPACITY,
     DEFAULT_SPARE,
@@ -22,7 +26,7 @@ from mlx_kvcache.facts.config import (
     CacheConfig,
 )
 from mlx_kvcache.facts.geometry import CacheGeometry
-from mlx_kvcache.integrations.tracing import trace_geometry
+from mlx_kvcache.integrations.tracing import leaves, trace_geometry
 
 
 class MLXLMLayer(SequenceLayer):
@@ -40,7 +44,7 @@ class MLXLMLayer(SequenceLayer):
         mlx-lm asks without saying how far it will trim, and some callers then trim any number
         of tokens. `trim` itself goes as far as the spare rows of the rings allow.
         """
-        return self._step.rewind_floor == 0
+        return self._sequence.rewind_floor == 0
 
     def trim(self, n: int) -> int:
         """Forget the newest `n` tokens of this layer (at most all) and answer how many.
@@ -55,7 +59,7 @@ class MLXLMLayer(SequenceLayer):
 
     def size(self) -> int:
         """Tokens held: all of a flat layer, at most the window of a ring."""
-        window = self._step.window
+        window = self._steps.window
         return min(self.offset, window) if window else self.offset
 
     def empty(self) -> bool:
@@ -65,12 +69,12 @@ class MLXLMLayer(SequenceLayer):
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None, int]:
         """The arrays that are alive in this layer, and its offset: what mlx-lm evaluates."""
-        return self.keys, self.values, self.offset
+        return self.store.keys, self.store.values, self.offset
 
     @property
     def start_position(self) -> int:
         """Position of the first row that the next update answers with: chunked attention asks."""
-        window = self._step.window
+        window = self._steps.window
         return max(0, self.offset - window + 1) if window else 0
 
     def maybe_trim_front(self) -> None:
@@ -78,11 +82,65 @@ class MLXLMLayer(SequenceLayer):
 
 
 class PromptCache(list[Any]):
-    """The list that mlx-lm takes, with the cache behind it as `sequence`."""
+    """The list that mlx-lm takes, with the cache behind it as `sequence`.
+
+    Entries that are no cache layers of ours are mlx-lm's own state objects.
+    """
 
     def __init__(self, entries: Iterable[Any], sequence: MLXSequenceCache) -> None:
         super().__init__(entries)
         self.sequence = sequence
+
+    @property
+    def recurrent(self) -> list[Any]:
+        """The state objects of layers that keep no rows, and so cannot be rewound."""
+        return [
+            leaf for entry in self for leaf in leaves(entry) if not isinstance(leaf, SequenceLayer)
+        ]
+
+    def snapshot(self) -> Snapshot[SequenceState]:
+        """What the cache holds now, recurrent states included, to be put back by `restore`.
+
+        Copies nothing until a write. Raises `PositionError` while a step is unfinished.
+        """
+        mx.eval([entry.state for entry in self.recurrent])
+        # An item assignment changes an mlx array in place, so the snapshot has its own objects.
+        states = copy.deepcopy([vars(entry) for entry in self.recurrent])
+        return replace(self.sequence.snapshot(), states=tuple(states))
+
+    def restore(self, snapshot: Snapshot[SequenceState]) -> None:
+        """Hold what this cache, or a fork of it, held when the snapshot was taken.
+
+        Raises `SnapshotError`, and changes nothing, for a snapshot of another cache.
+        """
+        entries = self.recurrent
+        states = getattr(snapshot, "states", ())
+        if len(states) != len(entries):
+            raise SnapshotError(
+                f"the snapshot holds {len(states)} recurrent states and this cache has "
+                f"{len(entries)}; take it from a prompt cache of the same model"
+            )
+        self.sequence.restore(snapshot)
+        for entry, state in zip(entries, copy.deepcopy(states), strict=True):
+            vars(entry).clear()
+            vars(entry).update(state)
+
+    def fork(self, up_to: int | None = None) -> PromptCache:
+        """A cache that holds the same, up to a position, and goes its own way.
+
+        The rows are copied when either of the two is written. Raises `PositionError` while a
+        step is unfinished, and what the rewind of `sequence` raises.
+        """
+        sequence = self.sequence.fork(up_to)
+        pairs = zip(self.sequence.layers, sequence.layers, strict=True)
+        twins = {id(layer): twin for layer, twin in pairs}
+        return PromptCache((_forked(entry, twins) for entry in self), sequence)
+
+
+def _forked(entry: Any, twins: dict[int, SequenceLayer]) -> Any:
+    if isinstance(entry, CacheList):
+        return CacheList(*(_forked(child, twins) for child in entry.caches))
+    return twins.get(id(entry)) or copy.deepcopy(entry)
 
 
 def make_prompt_cache(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mlx_kvcache.errors import CapacityError, RewindError
 from mlx_kvcache.layout.sequence import SequenceLayout
 from mlx_kvcache.layout.shared import SharedLayout
@@ -46,6 +48,14 @@ class BatchedLayout(SharedLayout):
         identity = self._lowest_unused_id()
         self._members[identity] = member
         return identity
+
+    def with_members(self, members: Mapping[int, SequenceLayout]) -> BatchedLayout:
+        """A layout of the same limits and ids over these sequences, without a step."""
+        twin = BatchedLayout(self.capacity, self.max_context)
+        twin._next_id = self._next_id
+        twin._returned_ids = list(self._returned_ids)
+        twin._members = dict(members)
+        return twin
 
     def check_fork(self, sequence: int, up_to: int | None) -> int:
         """How many positions a fork would copy. Raises what refuses it, changes nothing.

@@ -7,7 +7,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
-from mlx_kvcache.errors import StepError
 from mlx_kvcache.layout.cell_map import draw_cells
 from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.shared import SharedLayout
@@ -126,11 +125,7 @@ class CellLayout(SharedLayout):
         Sequences are laid out one after the other, so that those that share nothing become
         contiguous. Raises `StepError` while a step is unfinished.
         """
-        if self._unfinished:
-            raise StepError(
-                f"cannot defragment: the newest step of sequences "
-                f"{', '.join(map(str, self._unfinished))} was not finished; abandon_step first"
-            )
+        self.check_finished("defragment")
         met = bytearray(self.used_end)
         order = array(CELL_TYPE)
         for sequence in self.sequences:

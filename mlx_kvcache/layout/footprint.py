@@ -16,8 +16,6 @@ from mlx_kvcache.layout.ring import RingLayout
 from mlx_kvcache.layout.runs import grown_rows
 from mlx_kvcache.layout.sequence import layer_layout
 
-#: Bytes of one number in each storage dtype.
-ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: Rows by which mlx-lm's buffers grow.
 MLX_LM_STEP = 256
 #: Tokens of one prefill step in mlx-lm's generate.
@@ -38,13 +36,6 @@ class Extent:
 
 #: Rows of a layer of some policy once the sequence has so many tokens.
 RowRule = Callable[[LayerPolicy, int], Extent]
-
-
-def item_size(kv_dtype: str) -> int:
-    """Bytes of one stored number. Raises `ConfigError` for an unknown dtype."""
-    if kv_dtype not in ITEM_SIZES:
-        raise ConfigError(f"kv_dtype must be one of {', '.join(ITEM_SIZES)}, got {kv_dtype!r}")
-    return ITEM_SIZES[kv_dtype]
 
 
 def bytes_per_token(layer: LayerGeometry, size: int) -> int:

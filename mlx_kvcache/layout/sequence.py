@@ -32,8 +32,12 @@ def layer_layout(policy: LayerPolicy, capacity: int, spare: int) -> LayerLayout:
 class SequenceLayout:
     """Where the rows of one sequence lie, for layers of any policy, under one logical length.
 
-    `plan` is pure. `commit` takes the maximum, so that committing once a step or once a layer is
-    the same. A refused call changes nothing.
+    The one home of what a sequence is: its length, its high water, and the step that runs. `plan`
+    is pure. `commit` takes the maximum, so that committing once a step or once a layer is the
+    same. A refused call changes nothing.
+
+    unwritten: how many layers have yet to follow the newest step, or the newest `rewind_layer`.
+    Whoever moves rows counts it down; until it is 0, no step begins.
     """
 
     def __init__(self, policies: Sequence[LayerPolicy], capacity: int, spare: int) -> None:
@@ -50,7 +54,9 @@ class SequenceLayout:
         self._layers = tuple(self._distinct[policy] for policy in policies)
         self._length = 0
         self._high_water = 0
-        self._step_position = -1
+        # Where the newest step or rewind began: a position at which every layer stood.
+        self._start: int | None = None
+        self.unwritten = 0
 
     @property
     def length(self) -> int:
@@ -72,6 +78,11 @@ class SequenceLayout:
         """The lowest position, other than 0, to which every layer can go back."""
         return max(layout.rewind_floor(self._high_water) for layout in self._distinct.values())
 
+    @property
+    def _settled(self) -> int:
+        """The highest position at which every layer stood."""
+        return self._length if self._start is None or not self.unwritten else self._start
+
     def can_extend(self, count: int = 1) -> bool:
         """Whether `count` more positions fit."""
         return self._length + count <= self.capacity
@@ -80,13 +91,14 @@ class SequenceLayout:
         """Raise unless a step of `count` rows at `position` may run now.
 
         It may when it continues the sequence, or when it is the step that another layer has
-        already committed. Raises `PositionError` or `CapacityError`.
+        already begun. Raises `PositionError` or `CapacityError`.
         """
         if count < 1:
             raise PositionError(f"a step needs at least one token, got {count}")
         end = position + count
-        running = position == self._step_position and end == self._length
-        if position != self._length and not running:
+        if position == self._length:
+            self.check_settled()
+        if position != self._length and not (position == self._start and end == self._length):
             raise PositionError(
                 f"a step of {count} tokens at position {position} does not continue the sequence, "
                 f"which holds {self._length} positions; continue at {self._length}, "
@@ -96,6 +108,14 @@ class SequenceLayout:
             raise CapacityError(
                 f"{count} tokens at position {position} need {end} positions, but the capacity is "
                 f"{self.capacity}; make the cache with a larger capacity, or rewind or clear it"
+            )
+
+    def check_settled(self) -> None:
+        """Raise `PositionError` while some layers have not followed the newest step or rewind."""
+        if self.unwritten:
+            raise PositionError(
+                f"{self.unwritten} layers have not followed to position {self._length}: a step or "
+                f"a rewind was interrupted half-way; rewind to {self._settled} or less first"
             )
 
     def plan(self, layer: int, position: int, count: int) -> StepPlan:
@@ -117,25 +137,23 @@ class SequenceLayout:
         since the plan was made.
         """
         self.admit(plan.position, plan.tokens)
-        self._commit(plan.position, plan.end)
+        self._begin(plan.position, plan.end)
 
-    def append(self, position: int, tokens: int) -> None:
-        """Admit and commit a step at once, without a plan: for a step whose rows are known.
+    def begin(self, position: int, tokens: int) -> None:
+        """Admit and commit a step that every layer is yet to write; nothing, when it runs already.
 
         Raises `PositionError` or `CapacityError`, and then changes nothing.
         """
         end = position + tokens
-        if position != self._length or end > self.capacity or tokens < 1:
+        if position != self._length or self.unwritten or end > self.capacity or tokens < 1:
             self.admit(position, tokens)
-            self._commit(position, end)
-            return
-        self._step_position = position
-        self._length = end
-        if end > self._high_water:
-            self._high_water = end
+            if position != self._length:
+                return
+        self.unwritten = len(self._layers)
+        self._begin(position, end)
 
-    def _commit(self, position: int, end: int) -> None:
-        self._step_position = position
+    def _begin(self, position: int, end: int) -> None:
+        self._start = position
         if end > self._length:
             self._length = end
             if end > self._high_water:
@@ -149,6 +167,11 @@ class SequenceLayout:
             raise RewindError(
                 f"cannot rewind to {position}: the sequence holds {self._length} positions, "
                 f"so 0 to {self._length} can be asked for"
+            )
+        if position > self._settled:
+            raise RewindError(
+                f"cannot rewind to {position}: a step was interrupted and some layers hold only "
+                f"{self._settled} positions; rewind to {self._settled} or less, or clear the cache"
             )
         floor = self.rewind_floor
         if position != 0 and position < floor:
@@ -168,12 +191,34 @@ class SequenceLayout:
         self.check_rewind(position)
         if position == 0:
             self.clear()
-        elif position < self._length:
+            return
+        if position < self._length:
             self._length = position
-            self._step_position = -1
+            self._start = None
+        self.unwritten = 0
+
+    def rewind_layer(self, position: int) -> None:
+        """Rewind for one layer of those that go back one by one; the first takes the length along.
+
+        Raises `RewindError`, and changes nothing, when the position cannot be reached.
+        """
+        if position == self._length and position == self._start and self.unwritten:
+            self.unwritten -= 1
+            return
+        # Of a step that was not finished, only those go back that have written it.
+        torn = position == self._start and self.unwritten
+        ahead = len(self._layers) - (self.unwritten if torn else 0)
+        self.rewind(position)
+        self._start = position
+        self.unwritten = ahead - 1
 
     def clear(self) -> None:
         """Forget every position, and with them the high water."""
-        self._length = 0
-        self._high_water = 0
-        self._step_position = -1
+        self.restore(0, 0)
+
+    def restore(self, length: int, high_water: int) -> None:
+        """Stand where a sequence of the same layers stood."""
+        self._length = length
+        self._high_water = high_water
+        self._start = None
+        self.unwritten = 0

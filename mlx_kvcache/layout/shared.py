@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mlx_kvcache.errors import (
     CapacityError,
@@ -14,7 +14,7 @@ from mlx_kvcache.errors import (
     StepError,
     UnknownSequenceError,
 )
-from mlx_kvcache.layout.steps import DeclaredStep, SpanRequest, place_spans, read_spans
+from mlx_kvcache.layout.steps import DeclaredStep, SpanRequest, StepSpan
 
 
 class SharedLayout(ABC):
@@ -105,11 +105,11 @@ class SharedLayout(ABC):
         sequence with an unfinished step), `UnknownSequenceError`, `CapacityError` or
         `PositionError`, and then the earlier declaration stands.
         """
-        spans = read_spans(request)
+        spans = _read_spans(request)
         starts = {sequence: self.position(sequence) for sequence, _ in spans}
         self._admit(spans, starts)
-        step = place_spans(spans, starts)
-        self._check_positions(step, positions)
+        step = _place_spans(spans, starts)
+        self.check_positions(step, positions)
         self._declared = step
         self._placed = None
         return step
@@ -118,7 +118,7 @@ class SharedLayout(ABC):
         """What `place_step` would answer now; raises what it would raise, changes nothing."""
         step = self._declared
         if step is not None:
-            self._check_positions(step, positions)
+            self.check_positions(step, positions)
             self._check_still_fits(step)
             return step
         step = self._placed
@@ -127,7 +127,7 @@ class SharedLayout(ABC):
                 "no step is declared, or a verb has dropped the one that ran; "
                 "call declare_step before every forward pass"
             )
-        self._check_positions(step, positions)
+        self.check_positions(step, positions)
         return step
 
     def place_step(self, positions: Sequence[int] | None = None) -> DeclaredStep:
@@ -153,6 +153,14 @@ class SharedLayout(ABC):
     def retract_declaration(self) -> None:
         """Forget a declared step that was not placed."""
         self._declared = None
+
+    def check_finished(self, purpose: str) -> None:
+        """Raise `StepError` while the newest step of some sequence is unfinished."""
+        if self._unfinished:
+            raise StepError(
+                f"cannot {purpose}: the newest step of sequences "
+                f"{', '.join(map(str, self._unfinished))} was not finished; abandon_step first"
+            )
 
     def fork_length(self, sequence: int, up_to: int | None) -> int:
         """How many positions `fork(sequence, up_to)` would share; raises what it would raise."""
@@ -225,7 +233,7 @@ class SharedLayout(ABC):
                     f"allows {self.max_context}; rewind it, or make the cache with a larger one"
                 )
 
-    def _check_positions(self, step: DeclaredStep, positions: Sequence[int] | None) -> None:
+    def check_positions(self, step: DeclaredStep, positions: Sequence[int] | None) -> None:
         if positions is None or positions is step.positions:
             return
         given = tuple(positions)
@@ -263,3 +271,40 @@ def _listed(sequences: Sequence[int]) -> str:
         return "none"
     shown = ", ".join(map(str, sequences[:16]))
     return f"{shown}, ... ({len(sequences)} in all)" if len(sequences) > 16 else shown
+
+
+def _read_spans(request: SpanRequest) -> list[tuple[int, int]]:
+    """The spans of a request whose form is right. Raises `StepError`."""
+    spans = []
+    for item in request:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise StepError(
+                f"a step is a list of (sequence id, number of tokens), got {item!r} in it; "
+                "spans_of_tokens makes one from a sequence id for each token"
+            )
+        sequence, tokens = item
+        if not _is_integer(sequence) or not _is_integer(tokens) or tokens < 1:
+            raise StepError(
+                f"each span of a step is a sequence id and a number of tokens >= 1, got {item!r}"
+            )
+        spans.append((sequence, tokens))
+    if not spans:
+        raise StepError("a step needs at least one token; leave the step out instead")
+    return spans
+
+
+def _place_spans(spans: Iterable[tuple[int, int]], starts: dict[int, int]) -> DeclaredStep:
+    """The step of these spans, each continuing its sequence from `starts` on."""
+    placed = []
+    positions: list[int] = []
+    ends = dict(starts)
+    for sequence, tokens in spans:
+        position = ends[sequence]
+        placed.append(StepSpan(sequence, len(positions), tokens, position))
+        ends[sequence] = position + tokens
+        positions.extend(range(position, position + tokens))
+    return DeclaredStep(tuple(placed), len(positions), tuple(positions), dict(starts))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

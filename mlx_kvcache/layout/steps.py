@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from mlx_kvcache.errors import StepError
-
 #: What a step asks for: (sequence id, number of tokens) for each span, in token order.
 SpanRequest = Sequence[tuple[int, int]]
 
@@ -59,40 +57,3 @@ class DeclaredStep:
 def spans_of_tokens(sequences: Iterable[int]) -> list[tuple[int, int]]:
     """The spans (sequence id, number of tokens) of a step given as one sequence id a token."""
     return [(sequence, len(list(group))) for sequence, group in groupby(sequences)]
-
-
-def read_spans(request: SpanRequest) -> list[tuple[int, int]]:
-    """The spans of a request whose form is right. Raises `StepError`."""
-    spans = []
-    for item in request:
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            raise StepError(
-                f"a step is a list of (sequence id, number of tokens), got {item!r} in it; "
-                "spans_of_tokens makes one from a sequence id for each token"
-            )
-        sequence, tokens = item
-        if not _is_integer(sequence) or not _is_integer(tokens) or tokens < 1:
-            raise StepError(
-                f"each span of a step is a sequence id and a number of tokens >= 1, got {item!r}"
-            )
-        spans.append((sequence, tokens))
-    if not spans:
-        raise StepError("a step needs at least one token; leave the step out instead")
-    return spans
-
-
-def place_spans(spans: Iterable[tuple[int, int]], starts: dict[int, int]) -> DeclaredStep:
-    """The step of these spans, each continuing its sequence from `starts` on."""
-    placed = []
-    positions: list[int] = []
-    ends = dict(starts)
-    for sequence, tokens in spans:
-        position = ends[sequence]
-        placed.append(StepSpan(sequence, len(positions), tokens, position))
-        ends[sequence] = position + tokens
-        positions.extend(range(position, position + tokens))
-    return DeclaredStep(tuple(placed), len(positions), tuple(positions), dict(starts))
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Which way a write or a gather goes: a Metal kernel, or plain MLX ops. Integers only.
+"""Which way a write or a gather goes: a Metal kernel, or plain MLX ops; and the form of a start.
 
 A kernel of `mx.fast.metal_kernel` cannot write into its input: it always produces a new array, so
 a write of T rows into a ring of R rows moves all R of them. MLX's own `slice_update` works in
@@ -13,12 +13,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+import mlx.core as mx
+
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.config import CacheConfig, item_size
+from mlx_kvcache.facts.geometry import CacheGeometry
 
 KernelPath = Literal["metal", "ops"]
 
 #: Forces one path ("metal" or "ops") for the whole process; "auto" or unset leaves the choice.
 PATH_VARIABLE = "MLX_KVCACHE_KERNELS"
+#: Forces the form of the start of a write ("array" or "integer").
+START_FORM_VARIABLE = "MLX_KVCACHE_START"
+#: From this many stored bytes a token on, a model is bound by its GPU and not by graph building.
+LARGE_MODEL_BYTES_PER_TOKEN = 64 * 1024
 
 
 @dataclass(frozen=True, order=True)
@@ -124,3 +132,26 @@ def forced_path() -> KernelPath | None:
     if value == "auto":
         return None
     raise ConfigError(f"{PATH_VARIABLE} must be auto, metal or ops, got {value!r}")
+
+
+def prefers_array_start(bytes_per_token: int) -> bool:
+    """Whether decode steps should use an array start on the default device.
+
+    An array start builds faster and lets a compiled step be reused; on a GPU it costs one small
+    dispatch for each update, which an integer start does not. True on a CPU, and on a GPU for
+    models so small that building the graph is what limits them.
+    The environment variable MLX_KVCACHE_START=array|integer decides instead when it is set.
+    """
+    forced = os.environ.get(START_FORM_VARIABLE, "")
+    if forced not in ("", "array", "integer"):
+        raise ConfigError(f"{START_FORM_VARIABLE} must be 'array' or 'integer', got {forced!r}")
+    if forced:
+        return forced == "array"
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return not on_gpu or bytes_per_token < LARGE_MODEL_BYTES_PER_TOKEN
+
+
+def bytes_per_token(geometry: CacheGeometry, config: CacheConfig) -> int:
+    """Bytes stored for one token in all layers; two a number where the dtype is the model's."""
+    elements = sum(layer.elements_per_position for layer in geometry.layers)
+    return elements * item_size(config.kv_dtype)

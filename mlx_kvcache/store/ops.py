@@ -7,11 +7,26 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_kvcache.store.write import write_rows
-
 #: (slot, row, count): `count` rows from `row` on, at `count` slots from `slot` on.
 Piece = tuple[int, int, int]
 Slot = int | mx.array
+
+#: Rows lie on axis 2 of [B, H, rows, D].
+ROW_AXIS = (2,)
+
+
+def write_rows(pool: mx.array, rows: mx.array, start: int | mx.array) -> mx.array:
+    """`pool` [B, H, N, D] with `rows` [B, H, T, D] at row `start`, cast to the pool's dtype.
+
+    The caller guarantees that the rows fit: MLX does not check an array start.
+    """
+    if isinstance(start, mx.array):
+        return mx.slice_update(pool, rows, start, ROW_AXIS)
+    # A new handle to the same buffer: item assignment rebinds the handle it is called on, and
+    # whoever was given the old one must not see it change.
+    written = pool[:]
+    written[:, :, start : start + rows.shape[2]] = rows
+    return written
 
 
 def ring_write(ring: mx.array, rows: mx.array, start_slot: Slot) -> mx.array:

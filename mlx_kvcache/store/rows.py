@@ -1,128 +1,196 @@
-"""The growing store of one cache layer: its keys and its values, rows on axis 2."""
+"""The rows of one cache layer: how they are kept, written and read.
+
+A cache layer has a `RowStore`; nothing above asks how it keeps its rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
+from mlx.core import slice_update, split
 
 from mlx_kvcache.errors import UpdateShapeError
 from mlx_kvcache.layout.runs import Run
-from mlx_kvcache.store.kernels import ring_join, ring_write
-from mlx_kvcache.store.write import write_rows
+from mlx_kvcache.store.kernels import cell_gather, cell_scatter, ring_join, ring_write
+from mlx_kvcache.store.ops import ROW_AXIS, write_rows
+
+KeysValues = tuple[mx.array, mx.array]
+#: Batch, KV heads, rows, head dim.
+Shape = tuple[int, int, int, int]
 
 
-class KVPool:
-    """Keys [B, H, rows, key_dim] and values [B, H, rows, value_dim] of one layer.
+class Placement(NamedTuple):
+    """Where the new rows of a step go: made once, used by every layer that keeps them alike.
 
-    Nothing is held until `allocate`. The pool's own references to its two buffers are the only
-    ones that this package keeps: a second one, held anywhere, would turn the next in-place write
-    into a copy of the whole pool.
+    runs: contiguous rows, in the order of the tokens. When they hold fewer rows than the step has
+    tokens, the leading tokens are left out. starts: the starts of the runs, in the form in which
+    they are to be written. cells: int32 [T], single rows in place of the runs.
     """
 
-    __slots__ = ("_keys", "_values")
+    runs: tuple[Run, ...]
+    starts: tuple[int | mx.array, ...]
+    cells: mx.array | None = None
 
-    def __init__(self) -> None:
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
 
-    @property
-    def keys(self) -> mx.array | None:
-        """The whole buffer of the keys, None before the first write.
+class RowView(NamedTuple):
+    """Rows as they lie: `runs` of the two buffers, in the order in which they are to be read."""
 
-        May be replaced by an array of the same shape and dtype, such as the same rows with a
-        dependency added; anything else raises `UpdateShapeError`.
-        """
-        return self._keys
+    keys: mx.array
+    values: mx.array
+    runs: tuple[Run, ...]
 
-    @keys.setter
-    def keys(self, array: mx.array) -> None:
-        self._keys = _replacement("keys", self._keys, array)
+    def dense(self) -> KeysValues:
+        """The rows as two arrays [B, H, S, D]: views of one run, joined copies of several."""
+        return _joined(self.keys, self.runs), _joined(self.values, self.runs)
 
-    @property
-    def values(self) -> mx.array | None:
-        """The whole buffer of the values; see `keys`."""
-        return self._values
 
-    @values.setter
-    def values(self, array: mx.array) -> None:
-        self._values = _replacement("values", self._values, array)
+class RowStore(Protocol):
+    """The keys and values of one cache layer, rows on axis 2.
+
+    A store keeps the only references to its buffers: a second one, held anywhere, would turn the
+    next write in place into a copy of all rows.
+    """
 
     @property
     def rows(self) -> int:
         """Rows allocated."""
-        return 0 if self._keys is None else self._keys.shape[2]
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        if self._keys is None or self._values is None:
-            return 0
-        return self._keys.nbytes + self._values.nbytes
 
-    def allocate(
-        self,
-        key_shape: tuple[int, int, int, int],
-        value_shape: tuple[int, int, int, int],
-        key_dtype: mx.Dtype,
-        value_dtype: mx.Dtype,
-    ) -> None:
-        """Begin with zero rows of these shapes, in place of whatever was held."""
-        self._keys = mx.zeros(key_shape, key_dtype)
-        self._values = mx.zeros(value_shape, value_dtype)
+    @property
+    def state(self) -> list[mx.array]:
+        """Every array that is alive."""
+
+    def append(
+        self, keys: mx.array, values: mx.array, start: int | mx.array, stop: int
+    ) -> KeysValues:
+        """Write one row at `start` and answer the rows up to `stop`, or all for 0: a decode step.
+
+        The rows are known to fit in shape and dtype.
+        """
+
+    def write(self, placement: Placement, keys: mx.array, values: mx.array) -> None:
+        """Write keys [B, H, T, key_dim] and values [B, H, T, value_dim] as placed."""
+
+    def read(self, runs: tuple[Run, ...]) -> RowView:
+        """The rows of `runs`, in order."""
+
+    def read_before(self, runs: tuple[Run, ...], keys: mx.array, values: mx.array) -> RowView:
+        """The rows of `runs` followed by new rows, as they will be read once they are stored."""
 
     def grow(self, rows: int) -> None:
-        """Append zero rows up to `rows`; the rows in use keep their places.
+        """Append rows up to `rows`; those in use keep their places. Nothing before `allocate`."""
 
-        Does nothing while nothing is allocated.
-        """
-        if self._keys is not None and self._values is not None:
-            self._keys = _with_rows(self._keys, rows)
-            self._values = _with_rows(self._values, rows)
+    def move(self, rows: mx.array, allocated: int) -> None:
+        """Keep these rows only, in this order, in a store of `allocated` rows."""
 
-    def write(
-        self,
-        runs: Sequence[Run],
-        starts: Sequence[int | mx.array],
-        keys: mx.array,
-        values: mx.array,
+    def copy(self) -> RowStore:
+        """A store of the same rows, which shares them until either is written."""
+
+
+class DenseRows:
+    """Rows as they are given: keys [B, H, rows, key_dim] and values [B, H, rows, value_dim].
+
+    Nothing is held until `allocate`. The buffers may be replaced by arrays of the same shape and
+    dtype, such as the same rows with a dependency added.
+    """
+
+    __slots__ = ("keys", "values")
+
+    def __init__(self, keys: mx.array | None = None, values: mx.array | None = None) -> None:
+        self.keys = keys
+        self.values = values
+
+    @property
+    def rows(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.state)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [array for array in (self.keys, self.values) if array is not None]
+
+    def allocate(
+        self, key_shape: Shape, value_shape: Shape, key_dtype: mx.Dtype, value_dtype: mx.Dtype
     ) -> None:
-        """Write the newest rows of keys and values [B, H, T, D] to `runs`, oldest first.
+        """Begin with zero rows of these shapes, in place of whatever was held."""
+        self.keys = mx.zeros(key_shape, key_dtype)
+        self.values = mx.zeros(value_shape, value_dtype)
 
-        `starts` are the starts of the runs, in the form in which they are to be written. When
-        the runs hold fewer rows than T, the leading rows are left out.
-        """
-        self._keys = _written(self._keys, runs, starts, keys)
-        self._values = _written(self._values, runs, starts, values)
+    def holds(self, batch: int, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> bool:
+        """Whether rows of this batch and these dtypes are stored as they are."""
+        keys, values = self.keys, self.values
+        if keys is None or values is None:
+            return False
+        return (keys.shape[0], keys.dtype, values.dtype) == (batch, key_dtype, value_dtype)
 
-    def read(self, runs: Sequence[Run]) -> tuple[mx.array, mx.array]:
-        """The rows of `runs`, in order: a view of one run, a joined copy of several."""
-        return _joined(_slices(self._keys, runs)), _joined(_slices(self._values, runs))
+    def append(
+        self, keys: mx.array, values: mx.array, start: int | mx.array, stop: int
+    ) -> KeysValues:
+        self.keys = keys = slice_update(self.keys, keys, start, ROW_AXIS)  # type: ignore[arg-type]
+        self.values = values = slice_update(self.values, values, start, ROW_AXIS)  # type: ignore[arg-type]
+        if not stop:
+            return keys, values
+        # The first of two parts is a view, built faster than a slice.
+        return split(keys, (stop,), 2)[0], split(values, (stop,), 2)[0]
 
-    def read_before(
-        self, runs: Sequence[Run], keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """The rows of `runs` followed by the new rows, which pass through the storage dtype.
+    def write(self, placement: Placement, keys: mx.array, values: mx.array) -> None:
+        held_keys, held_values = self._held()
+        self.keys = _written(held_keys, placement, keys)
+        self.values = _written(held_values, placement, values)
 
-        The rounding keeps an answer the same whether its rows were stored before or not.
-        """
-        return _before(self._keys, runs, keys), _before(self._values, runs, values)
+    def read(self, runs: tuple[Run, ...]) -> RowView:
+        return RowView(*self._held(), runs)
 
+    def read_before(self, runs: tuple[Run, ...], keys: mx.array, values: mx.array) -> RowView:
+        # Through the storage dtype, so that an answer is the same whether its rows were stored
+        # before or not.
+        held_keys, held_values = self._held()
+        joined = _before(held_keys, runs, keys), _before(held_values, runs, values)
+        return RowView(*joined, (Run(0, joined[0].shape[2]),))
 
-def _replacement(name: str, held: mx.array | None, array: mx.array) -> mx.array:
-    # A decode step writes at a row that was checked against the buffer's shape, not again.
-    if held is None or array.shape != held.shape or array.dtype != held.dtype:
-        now = "nothing is held yet" if held is None else f"{list(held.shape)} {held.dtype} is held"
-        raise UpdateShapeError(
-            f"{name} can only be replaced by a buffer of the same shape and dtype: {now}, "
-            f"got {list(array.shape)} {array.dtype}; use update_and_fetch to add rows"
-        )
-    return array
+    def grow(self, rows: int) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys = _with_rows(self.keys, rows)
+            self.values = _with_rows(self.values, rows)
 
+    def move(self, rows: mx.array, allocated: int) -> None:
+        if self.keys is None or self.values is None:
+            return
+        if not rows.size:
+            self.keys = self.values = None
+            return
+        self.keys = cell_gather(self.keys, rows)
+        self.values = cell_gather(self.values, rows)
+        self.grow(allocated)
 
-def _allocated(array: mx.array | None) -> mx.array:
-    assert array is not None, "the pool is allocated before it is read or written"
-    return array
+    def copy(self) -> DenseRows:
+        return DenseRows(self.keys, self.values)
+
+    def replace(self, name: str, array: mx.array) -> None:
+        """Put an array in the place of the buffer `name`. Raises `UpdateShapeError`."""
+        held = getattr(self, name)
+        # A decode step writes at a row that was checked against the buffer's shape, not again.
+        if held is None or array.shape != held.shape or array.dtype != held.dtype:
+            now = "nothing is" if held is None else f"{list(held.shape)} {held.dtype} is"
+            raise UpdateShapeError(
+                f"{name} can only be replaced by a buffer of the same shape and dtype: {now} "
+                f"held, got {list(array.shape)} {array.dtype}; use update_and_fetch to add rows"
+            )
+        setattr(self, name, array)
+
+    def _held(self) -> KeysValues:
+        keys, values = self.keys, self.values
+        assert keys is not None, "rows are allocated before they are read or written"
+        assert values is not None
+        return keys, values
 
 
 def _with_rows(array: mx.array, rows: int) -> mx.array:
@@ -134,38 +202,41 @@ def _with_rows(array: mx.array, rows: int) -> mx.array:
     return mx.concatenate([array, more], axis=2)
 
 
-def _written(
-    pool: mx.array | None,
-    runs: Sequence[Run],
-    starts: Sequence[int | mx.array],
-    rows: mx.array,
-) -> mx.array:
-    array = _allocated(pool)
-    stored = sum(run.length for run in runs)
-    if stored < rows.shape[2]:
-        rows = rows[:, :, rows.shape[2] - stored :]
+def _written(buffer: mx.array, placement: Placement, rows: mx.array) -> mx.array:
+    runs, starts, cells = placement
+    if cells is not None:
+        return cell_scatter(buffer, rows.astype(buffer.dtype), cells)
     if len(runs) == 1:
-        return write_rows(array, rows, starts[0])
-    # Two runs: the rows wrap, and the pool is the whole ring.
-    return ring_write(array, rows.astype(array.dtype), runs[0].start)
+        # Rows that the step itself pushes out of a ring come first.
+        skipped = rows.shape[2] - runs[0].length
+        return write_rows(buffer, rows[:, :, skipped:] if skipped else rows, starts[0])
+    if _wraps(runs, buffer.shape[2]):
+        skipped = rows.shape[2] - runs[0].length - runs[1].length
+        rows = rows[:, :, skipped:] if skipped else rows
+        return ring_write(buffer, rows.astype(buffer.dtype), runs[0].start)
+    row = 0
+    for run, start in zip(runs, starts, strict=True):
+        buffer = write_rows(buffer, rows[:, :, row : row + run.length], start)
+        row += run.length
+    return buffer
 
 
-def _before(pool: mx.array | None, runs: Sequence[Run], rows: mx.array) -> mx.array:
-    array = _allocated(pool)
-    rows = rows.astype(array.dtype)
+def _wraps(runs: Sequence[Run], rows: int) -> bool:
+    """Whether the rows go on from the end of the buffer to its beginning."""
+    first, *others = runs
+    return first.start + first.length == rows and len(others) == 1 and others[0].start == 0
+
+
+def _before(buffer: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:
+    rows = rows.astype(buffer.dtype)
     if not runs:
         return rows
-    return ring_join(array, rows, runs[0].start, sum(run.length for run in runs))
+    return ring_join(buffer, rows, runs[0].start, sum(run.length for run in runs))
 
 
-def _slices(pool: mx.array | None, runs: Sequence[Run]) -> list[mx.array]:
-    array = _allocated(pool)
-    rows = array.shape[2]
-    return [
-        array if run == (0, rows) else array[:, :, run.start : run.start + run.length]
-        for run in runs
-    ]
-
-
-def _joined(parts: list[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+def _joined(buffer: mx.array, runs: Sequence[Run]) -> mx.array:
+    if len(runs) == 1:
+        start, length = runs[0]
+        whole = not start and length == buffer.shape[2]
+        return buffer if whole else buffer[:, :, start : start + length]
+    return mx.concatenate([buffer[:, :, start : start + n] for start, n in runs], axis=2)

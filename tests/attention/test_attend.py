@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_kvcache.cache.attention import AttendSpec, attend
 from mlx_kvcache.control import attention_oracle
-from mlx_kvcache.control.op import AttendSpec, attend
 from mlx_kvcache.errors import AttentionError, UpdateDtypeError, UpdateShapeError
 
 from .driver import CLOSE, Layer, draw, make_cache, step_rows

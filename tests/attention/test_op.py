@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_kvcache.control import op as attention
+from mlx_kvcache.cache import sequence
 from mlx_kvcache.control.op import update_and_attend
 from mlx_kvcache.errors import RewindError
+from mlx_kvcache.store.rows import RowView
 
 from .driver import (
     CLOSE,
@@ -282,13 +283,13 @@ def test_a_wrapped_ring_is_read_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> N
     random = np.random.default_rng(9)
     update_and_attend(*step_rows(layer, random, 1, 6), 0, 0, 1.0, cache=cache)
     rows_read = []
-    right = attention.attend_unchecked
+    right = sequence.attend_view
 
-    def watched(queries: mx.array, keys: mx.array, *rest: Any) -> mx.array:
-        rows_read.append(keys.shape[2])
-        return right(queries, keys, *rest)
+    def watched(queries: mx.array, view: RowView, *rest: Any) -> mx.array:
+        rows_read.append(view.dense()[0].shape[2])
+        return right(queries, view, *rest)
 
-    monkeypatch.setattr(attention, "attend_unchecked", watched)
+    monkeypatch.setattr(sequence, "attend_view", watched)
     for start in range(6, 12):
         update_and_attend(*step_rows(layer, random, 1, 1), start, 0, 1.0, cache=cache)
     assert rows_read == [cache.layers[0].rows] * 6

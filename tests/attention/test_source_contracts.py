@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kvcache.control.op import AttendSpec, update_and_attend
+from mlx_kvcache.cache.attention import AttendSpec
+from mlx_kvcache.control.op import update_and_attend
 from mlx_kvcache.errors import CapacityError, PositionError, RewindError
 from mlx_kvcache.facts.geometry import LayerPolicy
 from mlx_kvcache.layout import FlatLayout, RingLayout, SequenceLayout
@@ -76,7 +77,7 @@ def sequence(*windows: int, length: int, spare: int, capacity: int = 40) -> Sequ
     policies = [LayerPolicy.from_window(window) for window in windows]
     layout = SequenceLayout(policies, capacity, spare)
     for position in range(length):
-        layout.append(position, 1)
+        layout.commit(layout.plan(0, position, 1))
     return layout
 
 

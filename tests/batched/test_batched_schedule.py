@@ -56,7 +56,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a fork shares its layers with its origin")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(batched_cache.copy, "deepcopy", lambda cache, _memo: copy.copy(cache))
+    patch.setattr(MLXSequenceCache, "fork", lambda self, up_to=None: copy.copy(self))  # noqa: ARG005
 
 
 @bug("masks are asked for after the rows were written")

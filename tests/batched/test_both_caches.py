@@ -11,7 +11,7 @@ import pytest
 from cells.driver import HEADS, KEY_DIM, SCALE, VALUE_DIM, Driver, geometry_of, numbers, observe
 
 from mlx_kvcache import FACTORY, CacheConfig, SharedControl, StepBackend, attend
-from mlx_kvcache.cache.attend import AttendSpec
+from mlx_kvcache.cache.attention import AttendSpec
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import AttentionError, UpdateDtypeError

@@ -10,9 +10,10 @@ import itertools
 import mlx.core as mx
 import pytest
 
+from mlx_kvcache.errors import PositionError
 from mlx_kvcache.facts.config import CacheConfig
 
-from .oracle import FORMS, Question, Session, Shape, make_cache, numbers, simple_geometry
+from .oracle import FORMS, Question, Session, Shape, make_cache, numbers, raw, simple_geometry
 
 ASK = Question()
 
@@ -135,13 +136,51 @@ def test_a_layer_that_was_left_behind_is_refused_or_served_in_bounds(form: str) 
     _write(cache, 0, 10)
     _write(cache, 1, 10)
     cache.layers[0].trim(6)
-    _write(cache, 0, 30)
-    cache.layers[0].trim(24)
-    assert [layer.offset for layer in cache.layers] == [10, 10]
+    before = [raw(array) for array in cache.state]
+    for layer, count in ((0, 30), (0, 1), (1, 1)):
+        with pytest.raises(PositionError, match="rewind"):
+            _write(cache, layer, count)
+    assert [layer.offset for layer in cache.layers] == [4, 10]
+    assert [raw(array) for array in cache.state] == before
+    cache.layers[1].trim(6)
     for _ in range(30):
         _write(cache, 0, 1)
         _write(cache, 1, 1)
         assert cache.layers[1].rows >= cache.layers[1].offset
+
+
+@pytest.mark.parametrize("policy", [0, 3])
+def test_half_a_trim_is_refused_at_the_first_layer_until_it_is_whole(policy: int) -> None:
+    for repair in ("trim the other", "rewind"):
+        cache = make_cache(simple_geometry(policy, policy), CacheConfig(100, spare=4), "array")
+        for _ in range(10):
+            _write(cache, 0, 1)
+            _write(cache, 1, 1)
+        cache.layers[0].trim(1)
+        assert [layer.offset for layer in cache.layers] == [9, 10]
+        for layer in (0, 1):
+            with pytest.raises(PositionError, match="rewind"):
+                _write(cache, layer, 1)
+        cache.layers[1].trim(1) if repair == "trim the other" else cache.rewind(9)
+        for _ in range(3):
+            _write(cache, 0, 1)
+            _write(cache, 1, 1)
+        assert [layer.offset for layer in cache.layers] == [12, 12]
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_half_a_step_is_refused_at_the_layer_that_has_it_too(written: int) -> None:
+    cache = make_cache(simple_geometry(0, 3), CacheConfig(100, spare=1), "array")
+    for _ in range(6):
+        _write(cache, 0, 1)
+        _write(cache, 1, 1)
+    _write(cache, written, 1)
+    with pytest.raises(PositionError, match="rewind to 6 or less"):
+        _write(cache, written, 1)
+    cache.rewind(6)
+    for layer in (0, 1):
+        _write(cache, layer, 1)
+    assert [layer.offset for layer in cache.layers] == [7, 7]
 
 
 def _write(cache, layer: int, count: int) -> None:

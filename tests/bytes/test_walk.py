@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from mlx_kvcache.cache import masks
-from mlx_kvcache.cache import step as policy_step
-from mlx_kvcache.cache.layer import SequenceLayer
+from mlx_kvcache.cache import step
+from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.layout import RingLayout, Run
 from mlx_kvcache.layout import ring as ring_module
-from mlx_kvcache.store import rows as pool
+from mlx_kvcache.store import rows as store
+from mlx_kvcache.store.rows import DenseRows, RowView
 
 from .oracle import Question, Session, Shape
 
@@ -55,15 +56,15 @@ def _band_one_row_late(query, queries, row, rows, window):
     return original_band(query, queries, row + 1, rows, window)
 
 
-original_band = masks.band
-original_ring_band = masks.ring_band
-original_template = masks.ring_template
+original_band = step.band
+original_ring_band = step.ring_band
+original_template = step.ring_template
 original_wrap = ring_module.wrap
-original_rows = pool._with_rows
+original_rows = store._with_rows
 
 
 def _template_shifted(size, window):
-    return mx.roll(original_template(size, window), 1, axis=1)
+    return np.roll(original_template(size, window), 1, axis=1)
 
 
 def _rows_lost(array, rows):
@@ -78,14 +79,18 @@ def _write_moved(array, rows, start):
     return array
 
 
+def _view(keys, values):
+    return RowView(keys, values, (Run(0, keys.shape[2]),))
+
+
 def _read_before_unrounded(self, runs, keys, values):
-    old = self.read(runs) if runs else (keys[:, :, :0], values[:, :, :0])
-    return mx.concatenate([old[0], keys], 2), mx.concatenate([old[1], values], 2)
+    old = self.read(runs).dense() if runs else (keys[:, :, :0], values[:, :, :0])
+    return _view(mx.concatenate([old[0], keys], 2), mx.concatenate([old[1], values], 2))
 
 
 def _newest_first(self, runs, keys, values):
-    old = self.read(runs) if runs else (keys[:, :, :0], values[:, :, :0])
-    return mx.concatenate([keys, old[0]], 2), mx.concatenate([values, old[1]], 2)
+    old = self.read(runs).dense() if runs else (keys[:, :, :0], values[:, :, :0])
+    return _view(mx.concatenate([keys, old[0]], 2), mx.concatenate([values, old[1]], 2))
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any] | property]] = {
@@ -99,21 +104,21 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any] | property]] = {
         "rewind_floor",
         lambda self, high: 0 if high <= self.size else high - self.spare - 1,
     ),
-    "band: the window is one too wide": (masks, "band", _band_wider),
-    "band: rows are one late": (masks, "band", _band_one_row_late),
+    "band: the window is one too wide": (step, "band", _band_wider),
+    "band: rows are one late": (step, "band", _band_one_row_late),
     "ring_template: the window is one too wide": (
-        masks,
+        step,
         "ring_template",
         lambda size, window: original_template(size, window + 1),
     ),
-    "ring_template: shifted by a slot": (masks, "ring_template", _template_shifted),
+    "ring_template: shifted by a slot": (step, "ring_template", _template_shifted),
     "ring_band: the window is one too narrow": (
-        masks,
+        step,
         "ring_band",
         lambda query, count, size, window: original_ring_band(query, count, size, window - 1),
     ),
     "ring_band: a position late": (
-        masks,
+        step,
         "ring_band",
         lambda query, count, size, window: original_ring_band(query + 1, count, size, window),
     ),
@@ -122,10 +127,10 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any] | property]] = {
         "wrap",
         lambda start, length, size: original_wrap(start + 1, length, size),
     ),
-    "growth loses the old rows": (pool, "_with_rows", _rows_lost),
-    "joined rows come back newest first": (SequenceLayer, "read_before", _newest_first),
+    "growth loses the old rows": (store, "_with_rows", _rows_lost),
+    "joined rows come back newest first": (DenseRows, "read_before", _newest_first),
     "the newest row is missing when rows are read again": (
-        policy_step.PolicyStep,
+        PolicySteps,
         "read_runs",
         lambda _, end: (Run(0, end - 1),),
     ),
@@ -141,13 +146,13 @@ def test_walk_catches_a_planted_fault(monkeypatch: pytest.MonkeyPatch, fault: st
 
 
 def test_walk_catches_rows_that_skip_the_storage_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SequenceLayer, "read_before", _read_before_unrounded)
+    monkeypatch.setattr(DenseRows, "read_before", _read_before_unrounded)
     walk(0, None)
     with pytest.raises(AssertionError):
         walks("bfloat16")
 
 
 def test_walk_catches_a_row_written_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "write_rows", _write_moved)
+    monkeypatch.setattr(store, "write_rows", _write_moved)
     with pytest.raises(AssertionError):
         walks()

@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_kvcache.cache.arguments import AttendOptions
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.cache.masks import Mask
@@ -23,6 +24,7 @@ from mlx_kvcache.errors import KVCacheError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 from mlx_kvcache.layout.steps import DeclaredStep
+from mlx_kvcache.store.rows import RowView
 
 HEADS, GROUPS, KEY_DIM, VALUE_DIM = 2, 2, 4, 3
 SCALE = 0.37
@@ -294,18 +296,18 @@ def recorded() -> Any:
     """Record every call of attention in both caches."""
     from mlx_kvcache.cache import batched as batched_cache
     from mlx_kvcache.cache import cells as cell_cache
-    from mlx_kvcache.cache import shared as shared_cache
+    from mlx_kvcache.cache.attend import attend_view
 
     calls: list[Call] = []
-    attend_rows = shared_cache.attend_rows
 
-    def attend(queries: mx.array, keys: mx.array, values: mx.array, *rest: Any) -> mx.array:
-        calls.append(Call(numbers(queries), numbers(keys), numbers(values), rest[0]))
-        return attend_rows(queries, keys, values, *rest)
+    def attend(queries: mx.array, view: RowView, mask: Mask, options: AttendOptions) -> mx.array:
+        keys, values = view.dense()
+        calls.append(Call(numbers(queries), numbers(keys), numbers(values), mask))
+        return attend_view(queries, view, mask, options)
 
     with (
-        patch.object(cell_cache, "attend_rows", attend),
-        patch.object(batched_cache, "attend_rows", attend),
+        patch.object(cell_cache, "attend_view", attend),
+        patch.object(batched_cache, "attend_view", attend),
     ):
         yield calls
 
@@ -333,7 +335,7 @@ def check_cells(cache: MLXCellCache, truth: dict[int, list[Token]]) -> None:
         assert layout.owners(cell) == tuple(sorted(owners))
         assert layout.position_of_cell(cell) == position
     for layer in range(len(cache.geometry.layers)):
-        pool = cache.pool(layer)
+        pool = cache.store(layer)
         if held:
             assert pool.keys is not None
             assert pool.values is not None

@@ -11,14 +11,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_kvcache.cache import cell_view
 from mlx_kvcache.cache import cells as cell_cache
-from mlx_kvcache.cache.cell_view import CellViews
-from mlx_kvcache.cache.cells import MLXCellCache
+from mlx_kvcache.cache.cells import CellStep, MLXCellCache
 from mlx_kvcache.layout import cells
 from mlx_kvcache.layout.cells import CellLayout
 from mlx_kvcache.layout.runs import Run
-from mlx_kvcache.store.cell_rows import CellPool
+from mlx_kvcache.store import rows as store
+from mlx_kvcache.store.rows import DenseRows
 
 from .driver import Driver
 from .schedule import run_schedule
@@ -140,13 +139,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("the mask forgets owners")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cell_view, "NOT_OWNED", 0)
+    patch.setattr(cell_cache, "NOT_OWNED", 0)
 
 
 @bug("the window is one too wide")
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = CellViews.view
-    patch.setattr(CellViews, "view", lambda self, w: original(self, w and w + 1))
+    original = CellStep.read
+    patch.setattr(CellStep, "read", lambda self, w: original(self, w and w + 1))
 
 
 @bug("every sequence counts as contiguous")
@@ -165,24 +164,26 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("rows of a table are taken in the order of the sequences")
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = CellViews._mask
-
-    def mask(self: CellViews, table: Any, window: int) -> mx.array:
-        return original(self, table[::-1].copy(), window)
-
-    patch.setattr(CellViews, "_mask", mask)
+    original = cell_cache._sees
+    patch.setattr(cell_cache, "_sees", lambda q, table, w: original(q, table[::-1].copy(), w))
 
 
 @bug("scattered rows go one cell astray")
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = CellPool.scatter
-    patch.setattr(CellPool, "scatter", lambda self, index, k, v: original(self, index[::-1], k, v))
+    original = store.cell_scatter
+    patch.setattr(
+        store, "cell_scatter", lambda pool, rows, cells: original(pool, rows, cells[::-1])
+    )
 
 
 @bug("values are not scattered")
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = CellPool.scatter
-    patch.setattr(CellPool, "scatter", lambda self, index, k, v: original(self, index, k, v * 0))
+    original = DenseRows.write
+
+    def write(self: DenseRows, placement: Any, keys: mx.array, values: mx.array) -> None:
+        original(self, placement, keys, values if placement.cells is None else values * 0)
+
+    patch.setattr(DenseRows, "write", write)
 
 
 @bug("runs are written backwards")
@@ -194,19 +195,19 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("the read ends one cell early")
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = CellViews._masked
+    original = CellStep._masked
 
-    def masked(self: CellViews, window: int) -> Any:
+    def masked(self: CellStep, window: int) -> Any:
         view = original(self, window)
         run = Run(view.run.start, view.run.length - 1)
         return view._replace(run=run, mask=view.mask[:, :-1])
 
-    patch.setattr(CellViews, "_masked", masked)
+    patch.setattr(CellStep, "_masked", masked)
 
 
 @bug("defragmentation moves no bytes")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CellPool, "gather", lambda *_: None)
+    patch.setattr(DenseRows, "move", lambda *_: None)
 
 
 @bug("defragmentation keeps the old positions")

@@ -9,10 +9,10 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from mlx_kvcache import CacheConfig, CacheGeometry, LayerGeometry, LayerPolicy
 from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.errors import CapacityError, ConfigError
+from mlx_kvcache.facts.config import item_size
 from mlx_kvcache.layout.footprint import (
     Extent,
     footprint,
-    item_size,
     mlx_lm_chunked_rows,
     mlx_lm_rows,
     rotating_prefill_rows,

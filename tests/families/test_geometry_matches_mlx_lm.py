@@ -19,10 +19,11 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
+import mlx_kvcache
 from mlx_kvcache.errors import GeometryError
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
-from mlx_kvcache.facts.hf.families import FAMILIES
-from mlx_kvcache.facts.hf.wrappers import ALIASES, ARCHITECTURES, WRAPPERS
+from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES
+from mlx_kvcache.facts.hf.wrappers import WRAPPERS
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
 
 from . import configs_a_to_h, configs_i_to_z
@@ -319,3 +320,23 @@ def test_every_rule_belongs_to_a_model_file() -> None:
     assert set(FAMILIES) <= model_files()
     assert set(WRAPPERS) - set(MODEL_REMAPPING) <= model_files()
     assert model_files() <= set(FAMILIES) | set(WRAPPERS)
+
+
+def test_the_example_of_the_document_is_what_stands_in_the_files() -> None:
+    guide = DOCS.read_text(encoding="utf-8").split("## How to add a family\n", 1)[1]
+    hf = Path(mlx_kvcache.__file__).parent / "facts" / "hf"
+    files = [hf / "families.py", *Path(__file__).parent.glob("configs_*.py")]
+    code = [unspaced(file.read_text(encoding="utf-8")) for file in files]
+    shown = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert len(shown) == 2
+    for example in shown:
+        assert any(unspaced(example) in text for text in code)
+        assert not any(unspaced(example).replace("olmo3", "olmo4") in text for text in code)
+    named = set(re.findall(r"`(?:tests/\w+/)?(\w+\.py)`", guide))
+    assert {"families.py", "row_shapes.py", "recurrent_rules.py", "test_hf_config.py"} <= named
+    for name in named:
+        assert (hf / name).is_file() or list(DOCS.parents[1].glob(f"tests/*/{name}")), name
+
+
+def unspaced(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()

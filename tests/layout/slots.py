@@ -130,7 +130,9 @@ class SlotSequence:
             plan = twin.plan(layer, position, count)
             twin.commit(plan)
             slots.carry_out(plan, position, count)
-        self.layout.append(position, count)
+        self.layout.begin(position, count)
+        assert self.layout.unwritten == len(self.layers)
+        self.layout.unwritten = 0
         for layer in range(len(self.layers)):
             assert self.layout.plan(layer, position, count) == twin.plan(layer, position, count)
         self._advanced(position + count)

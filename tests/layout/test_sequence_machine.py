@@ -76,12 +76,12 @@ class SequenceMachine(RuleBasedStateMachine):
         with pytest.raises(CapacityError, match=str(sequence.capacity)):
             layout.plan(layer, length, room + data.draw(st.integers(1, 50), "excess"))
         with pytest.raises(CapacityError):
-            layout.append(length, room + 1)
+            layout.begin(length, room + 1)
         for gap in (1, 7):
             with pytest.raises(PositionError, match=str(length)):
                 layout.plan(layer, length + gap, 1)
             with pytest.raises(PositionError):
-                layout.append(length + gap, 1)
+                layout.begin(length + gap, 1)
         for count in (0, -1):
             with pytest.raises(PositionError):
                 layout.plan(layer, length, count)

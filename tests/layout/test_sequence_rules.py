@@ -24,6 +24,12 @@ def layout(*policies: LayerPolicy, capacity: int = 50, spare: int = 3) -> Sequen
     return SequenceLayout(policies or (FLAT, RING), capacity, spare)
 
 
+def append(sequence: SequenceLayout, position: int, count: int) -> None:
+    """A step that every layer has written."""
+    sequence.begin(position, count)
+    sequence.unwritten = 0
+
+
 def test_layers_of_one_policy_share_a_layout() -> None:
     sequence = layout(FLAT, RING, FLAT, LayerPolicy.ring(4))
     assert sequence.layers[0] is sequence.layers[2]
@@ -39,7 +45,7 @@ def test_windows_and_spare_rows_beyond_the_capacity_are_not_kept() -> None:
 def test_a_sequence_that_fits_its_ring_can_go_anywhere() -> None:
     for capacity, window, spare in itertools.product(range(1, 8), range(1, 12), range(1, 12)):
         sequence = layout(LayerPolicy.ring(window), capacity=capacity, spare=spare)
-        sequence.append(0, capacity)
+        append(sequence, 0, capacity)
         ring = sequence.layers[0]
         if window >= capacity:
             assert sequence.rewind_floor == 0
@@ -59,8 +65,8 @@ def test_committing_again_is_the_same_as_committing_once() -> None:
 
 def test_the_running_step_may_be_asked_for_again_and_no_other() -> None:
     sequence = layout()
-    sequence.append(0, 4)
-    sequence.append(4, 3)
+    append(sequence, 0, 4)
+    append(sequence, 4, 3)
     assert sequence.plan(1, 4, 3).position == 4
     for position, count in ((4, 2), (4, 4), (5, 2), (0, 4), (0, 7), (3, 1), (8, 1)):
         with pytest.raises(PositionError, match="7"):
@@ -70,8 +76,8 @@ def test_the_running_step_may_be_asked_for_again_and_no_other() -> None:
 
 def test_a_rewind_ends_the_running_step() -> None:
     sequence = layout()
-    sequence.append(0, 4)
-    sequence.append(4, 3)
+    append(sequence, 0, 4)
+    append(sequence, 4, 3)
     sequence.rewind(5)
     for position, count in ((4, 1), (4, 3)):
         with pytest.raises(PositionError, match="5"):
@@ -81,7 +87,7 @@ def test_a_rewind_ends_the_running_step() -> None:
 
 def test_a_full_sequence_still_answers_its_running_step() -> None:
     sequence = layout(capacity=7)
-    sequence.append(0, 7)
+    append(sequence, 0, 7)
     assert sequence.plan(1, 0, 7).joined
     assert not sequence.can_extend()
     with pytest.raises(CapacityError, match="capacity"):
@@ -91,11 +97,11 @@ def test_a_full_sequence_still_answers_its_running_step() -> None:
 @pytest.mark.parametrize("count", [0, -1, -5])
 def test_an_append_of_no_tokens_is_refused_as_a_plan_is(count: int) -> None:
     sequence = layout()
-    sequence.append(0, 3)
+    append(sequence, 0, 3)
     with pytest.raises(PositionError, match="at least one"):
         sequence.plan(0, 3, count)
     with pytest.raises(PositionError, match="at least one"):
-        sequence.append(3, count)
+        append(sequence, 3, count)
     # The step that is running is still running.
     assert sequence.plan(1, 0, 3).tokens == 3
 
@@ -103,7 +109,7 @@ def test_an_append_of_no_tokens_is_refused_as_a_plan_is(count: int) -> None:
 def test_a_plan_from_before_a_rewind_cannot_be_committed() -> None:
     """Its rows would stand behind a gap, or over others that were planned since."""
     sequence = layout()
-    sequence.append(0, 8)
+    append(sequence, 0, 8)
     stale = sequence.plan(0, 8, 3)
     sequence.rewind(6)
     with pytest.raises(PositionError):
@@ -115,17 +121,17 @@ def test_rewinding_to_zero_is_always_possible_and_forgets_the_high_water() -> No
     for length in range(40):
         sequence = layout(LayerPolicy.ring(4), spare=2)
         if length:
-            sequence.append(0, length)
+            append(sequence, 0, length)
         sequence.rewind(0)
         assert (sequence.length, sequence.high_water, sequence.rewind_floor) == (0, 0, 0)
 
 
 def test_the_floor_is_that_of_the_strictest_layer() -> None:
     sequence = layout(FLAT, LayerPolicy.ring(1), LayerPolicy.ring(6), LayerPolicy.ring(2))
-    sequence.append(0, 5)
+    append(sequence, 0, 5)
     # The ring of window 2 has 4 slots and has wrapped; that of window 6 has not.
     assert sequence.rewind_floor == 2
-    sequence.append(5, 20)
+    append(sequence, 5, 20)
     assert sequence.rewind_floor == 22
     with pytest.raises(RewindError, match="22"):
         sequence.rewind(21)
@@ -137,7 +143,7 @@ def test_the_floor_is_that_of_the_strictest_layer() -> None:
 def test_check_rewind_changes_nothing_and_says_the_same_as_rewind() -> None:
     for target in range(-2, 12):
         sequence = layout(LayerPolicy.ring(3), spare=2)
-        sequence.append(0, 10)
+        append(sequence, 0, 10)
         answers = []
         for call in (sequence.check_rewind, sequence.rewind):
             try:

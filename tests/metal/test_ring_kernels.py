@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_kvcache.store import kernels
 from mlx_kvcache.store import metal as metal_kernels
 from mlx_kvcache.store import ops as kernel_ops
-from mlx_kvcache.store.write import write_rows
+from mlx_kvcache.store.ops import write_rows
 
 from .arrays import DTYPES, RingCase, assert_same_bits, bits, ring_cases
 from .conftest import Runner

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_kvcache.errors import GeometryError
+from mlx_kvcache.facts.checks import is_integer
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,14 @@ class Fields:
         value = self.raw(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if not is_integer(value, minimum):
             raise self.error(name, value, f"an integer >= {minimum}")
         return value
+
+    @property
+    def layer_count(self) -> int:
+        """How many layers the model has."""
+        return self.integer("num_hidden_layers")
 
     def flag(self, name: str) -> bool:
         """A boolean; False where the field is absent or null."""
@@ -66,11 +72,10 @@ class Fields:
     def integers(self, name: str, minimum: int = 0) -> tuple[int, ...]:
         """A list of integers >= minimum, which must be there."""
         value = self.raw(name)
-        if not isinstance(value, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or not all(
+            is_integer(item, minimum) for item in value
+        ):
             raise self.error(name, value, f"a list of integers >= {minimum}")
-        for item in value:
-            if isinstance(item, bool) or not isinstance(item, int) or item < minimum:
-                raise self.error(name, value, f"a list of integers >= {minimum}")
         return tuple(value)
 
     def words(self, name: str, count: int | None = None) -> tuple[str, ...] | None:

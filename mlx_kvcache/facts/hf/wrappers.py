@@ -1,4 +1,4 @@
-"""Names beside the families' own: aliases, and model files that wrap a text model."""
+"""Which rule the text part of a wrapper follows: a model file with vision or audio around it."""
 
 from __future__ import annotations
 
@@ -7,37 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_kvcache.facts.hf.families import FAMILIES, Family
-from mlx_kvcache.facts.hf.rows import either_row
-from mlx_kvcache.facts.hf.rules import flat
-
-#: model_type -> the family whose rule it follows: mlx-lm's own remapping, model files that only
-#: re-use another one, and the names that transformers gives to the text part of a wrapper.
-ALIASES: Mapping[str, str] = {
-    "mistral": "llama",
-    "iquestcoder": "llama",
-    "xverse": "llama",
-    "phi-msft": "phixtral",
-    "falcon_mamba": "mamba",
-    "joyai_llm_flash": "deepseek_v3",
-    "kimi_k2": "deepseek_v3",
-    "minimax_m2": "minimax",
-    "deepseek_v41_text": "deepseek_v41",
-    "gemma3n_text": "gemma3n",
-    "gemma4_unified_text": "gemma4_text",
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5",
-    "muse_spark_text": "muse_spark",
-    "minimax_m3_vl_text": "minimax_m3_vl",
-}
-
-#: (model_type, architecture) -> family, where the model_type alone does not say.
-ARCHITECTURES: Mapping[tuple[str, str], str] = {
-    ("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe_v3",
-}
+from mlx_kvcache.facts.hf.layer_stack import one_cache_a_layer
+from mlx_kvcache.facts.hf.layer_types import flat
+from mlx_kvcache.facts.hf.row_shapes import either
 
 
 @dataclass(frozen=True)
@@ -57,12 +29,11 @@ class Wrapper:
 
 #: A wrapper that makes no caches itself gives every layer a flat one, also where the text model
 #: alone would get rings: the masks still slide, the cache keeps all rows.
-_FLAT_TEXT = Family(flat(either_row))
+_FLAT_TEXT = Family(one_cache_a_layer(flat, either))
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper(
-        FAMILIES["gemma3_text"],
-        defaults={"num_attention_heads": 8, "num_key_value_heads": 4},
+        FAMILIES["gemma3_text"], defaults={"num_attention_heads": 8, "num_key_value_heads": 4}
     ),
     "gemma3n": Wrapper(FAMILIES["gemma3n"]),
     **dict.fromkeys(("gemma4", "gemma4_unified"), Wrapper(FAMILIES["gemma4_text"])),
@@ -72,8 +43,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "llama4": Wrapper(FAMILIES["llama4"]),
     "minimax_m3_vl": Wrapper(FAMILIES["minimax_m3_vl"]),
     **dict.fromkeys(
-        ("mistral3", "llava"),
-        Wrapper(_FLAT_TEXT, by_text_type={"mistral4": FAMILIES["mistral4"]}),
+        ("mistral3", "llava"), Wrapper(_FLAT_TEXT, by_text_type={"mistral4": FAMILIES["mistral4"]})
     ),
     "muse_glimmer": Wrapper(FAMILIES["muse_glimmer"], nested=False),
     "muse_spark": Wrapper(FAMILIES["muse_spark"]),

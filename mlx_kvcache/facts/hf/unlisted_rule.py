@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from mlx_kvcache.errors import UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.layers import Kind, all_of, listed_kinds, stack_kinds
-from mlx_kvcache.facts.hf.rules import global_rows, layer_count
-from mlx_kvcache.facts.hf.special import pattern_kinds
+from mlx_kvcache.facts.hf.layer_stack import stack_kinds
+from mlx_kvcache.facts.hf.layer_types import MemoryKind, all_of, by_pattern, listed_kinds
+from mlx_kvcache.facts.hf.row_shapes import with_global
 
 #: Fields of layers that keep a state: fine where layer_types says which layers those are.
 STATE_PREFIXES = ("mamba_", "ssm_", "linear_", "conv_", "time_step_", "rwkv_", "lru_")
@@ -60,25 +60,25 @@ UNKNOWN_FIELDS = (
 )
 
 
-def generic(fields: Fields) -> CacheGeometry:
+def unlisted(fields: Fields) -> CacheGeometry:
     """The geometry by the standard fields alone.
 
     layer_types decide; without them sliding_window with its pattern, then sliding_window or
     attention_chunk_size for all layers, then all flat. Raises `UnknownLayerTypeError` for fields
     that hint at another kind of memory.
     """
-    count = layer_count(fields)
-    kinds = listed_kinds(fields, count) or _kinds_by_window(fields, count)
+    kinds = listed_kinds(fields) or _kinds_by_window(fields)
     _refuse_unknown_memory(fields, kinds)
     shared = fields.optional_integer("num_kv_shared_layers", 0) or 0
-    return stack_kinds(fields, kinds, global_rows(fields, kinds), shared)
+    return stack_kinds(fields, kinds, with_global(fields, kinds), shared)
 
 
-def _kinds_by_window(fields: Fields, count: int) -> tuple[Kind, ...]:
+def _kinds_by_window(fields: Fields) -> tuple[MemoryKind, ...]:
+    count = fields.layer_count
     unused = fields.raw("use_sliding_window") is not None and not fields.flag("use_sliding_window")
     if not unused:
         if fields.raw("sliding_window_pattern") is not None:
-            return pattern_kinds(fields, count)
+            return by_pattern(fields)
         if fields.optional_integer("sliding_window") is not None:
             return all_of("ring", count)
     if fields.optional_integer("attention_chunk_size") is not None:
@@ -86,7 +86,7 @@ def _kinds_by_window(fields: Fields, count: int) -> tuple[Kind, ...]:
     return all_of("flat", count)
 
 
-def _refuse_unknown_memory(fields: Fields, kinds: Sequence[Kind]) -> None:
+def _refuse_unknown_memory(fields: Fields, kinds: Sequence[MemoryKind]) -> None:
     set_fields = sorted(
         name for name, value in fields.values.items() if isinstance(name, str) and value
     )

@@ -12,20 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from mlx_kvcache.errors import GeometryError, ModelNotFoundError
+from mlx_kvcache.facts.checks import shortened
 from mlx_kvcache.facts.geometry import CacheGeometry
-from mlx_kvcache.facts.hf.families import FAMILIES, Family
+from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES, Family
 from mlx_kvcache.facts.hf.fields import Fields
-from mlx_kvcache.facts.hf.generic import generic
-from mlx_kvcache.facts.hf.wrappers import ALIASES, ARCHITECTURES, WRAPPERS, Wrapper
+from mlx_kvcache.facts.hf.unlisted_rule import unlisted
+from mlx_kvcache.facts.hf.wrappers import WRAPPERS, Wrapper
 
 
 def geometry_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -> CacheGeometry:
-    """The geometry of the caches that mlx-lm makes when it runs the model of this config.
-
-    `config` is a transformers config object, the dict of a config.json, or a path to that file
-    or to its directory. Raises `ModelNotFoundError` for a path that leads to no config,
-    `GeometryError` for a malformed one, `UnknownLayerTypeError` where no rule is known.
-    """
+    """What `CacheGeometry.from_hf` answers: the caches that mlx-lm makes for the model."""
     values = read_config(config)
     model_type = _model_type(values)
     wrapper = WRAPPERS.get(model_type)
@@ -38,7 +34,7 @@ def geometry_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -
         model_type = _model_type(text)
         family, values = _family(model_type, text), text
     if family is None:
-        return generic(Fields(values, model_type or "a config without model_type"))
+        return unlisted(Fields(values, model_type or "a config without model_type"))
     return family.rule(Fields(values, model_type, family.names, family.defaults))
 
 
@@ -68,7 +64,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
         raise GeometryError(f"the config at {file} is not valid JSON: {error}") from error
     if not isinstance(values, Mapping):
         raise GeometryError(
-            f"the config at {file} must be a JSON object, but it is {_shortened(values)}"
+            f"the config at {file} must be a JSON object, but it is {shortened(values)}"
         )
     return values
 
@@ -100,16 +96,14 @@ def _as_mapping(config: object) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise GeometryError(
             "a config must be a transformers config object, a mapping, or the path of a "
-            f"config.json, got {_shortened(config)}"
+            f"config.json, got {shortened(config)}"
         )
     return values
 
 
 def _wrapped(model_type: str, wrapper: Wrapper, values: Mapping[str, Any]) -> CacheGeometry:
     family, text = wrapper.family, values.get("text_config")
-    if text is None and wrapper.nested and not _is_text_part(model_type, values):
-        raise Fields(values, model_type).error("text_config", None, "an object: the text model")
-    if text is not None:
+    if text is not None or (wrapper.nested and not _is_text_part(model_type, values)):
         values = _text_section(model_type, text)
         family = wrapper.by_text_type.get(_model_type(values), family)
         model_type = f"{model_type}.text_config"
@@ -134,7 +128,7 @@ def _model_type(values: Mapping[str, Any]) -> str:
         return ""
     if not isinstance(model_type, str):
         raise GeometryError(
-            f"config field 'model_type' must be a string, got {_shortened(model_type)}"
+            f"config field 'model_type' must be a string, got {shortened(model_type)}"
         )
     return model_type
 
@@ -149,8 +143,3 @@ def _family(model_type: str, values: Mapping[str, Any]) -> Family | None:
         if special is not None:
             return FAMILIES[special]
     return FAMILIES.get(ALIASES.get(model_type, model_type))
-
-
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

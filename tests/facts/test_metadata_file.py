@@ -121,7 +121,7 @@ def test_a_missing_file_or_directory_is_named(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "cannot be read as JSON"),
         (b"[" * 100_000, "cannot be read as JSON"),
         (b"[]", "a mapping of fields"),
-        (b"{}", "no field 'version'"),
+        (b"{}", "lacks version"),
         (b'{"version": NaN}', "version nan cannot be read"),
         (b'{"version": 1}', "lacks n_caches"),
     ],

@@ -110,7 +110,7 @@ def test_a_geometry_cannot_be_changed() -> None:
 CLEAN_IMPORT = """
 import sys
 import mlx_kvcache.facts.geometry, mlx_kvcache.facts.config
-import mlx_kvcache.facts.hf.config, mlx_kvcache.layout
+import mlx_kvcache.facts.hf.from_config, mlx_kvcache.layout
 from mlx_kvcache.facts.geometry import CacheGeometry
 CacheGeometry.from_hf({"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2})
 heavy = {"mlx", "numpy", "mlx_lm", "transformers"} & {name.split(".")[0] for name in sys.modules}
