@@ -5,33 +5,48 @@ PYTHON ?= $(firstword $(foreach python,$(CANDIDATES),$(if $(call IS_USABLE,$(pyt
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The part of pyproject.toml that the installed packages follow from.
+INSTALLED := $(VENV)/.project
 
 # MLX's Linux wheel multiplies matrices slowly without a tuned BLAS; macOS has its own.
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
 RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)
 
-.PHONY: help demo test test-models bench lint format wheel clean
+# Two workers: each runs whole files, so that what a file sets up is set up once.
+PYTEST := $(RUN)/python -m pytest
+TWO_WORKERS := -n 2 --dist loadfile
+
+.PHONY: help install demo check test test-models bench lint format wheel clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
+# A change of the tools' settings in pyproject.toml installs nothing, and needs no network.
 $(STAMP): pyproject.toml
+	@sed '/^\[tool/,$$d' $< | cmp -s - $(INSTALLED) || $(MAKE) --no-print-directory install
+	@touch $@
+
+install: ## Set up .venv anew (the other targets do it when they must)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3"; exit 1; }
 	@echo "Setting up $(VENV) (once) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --upgrade pip
 	@$(BIN)/python -m pip install -q -e ".[dev]"
-	@touch $@
+	@sed '/^\[tool/,$$d' pyproject.toml > $(INSTALLED)
+	@touch $(STAMP)
 
 demo: $(STAMP) ## Generate text with SmolLM2 on this cache, and show the numbers
 	@$(RUN)/mlx-kvcache generate "What is the capital of France? Answer in one sentence." --max-tokens 48
 
-test: $(STAMP) ## The test suite without real models (a few minutes)
-	@$(RUN)/python -m pytest -m "not models" -n 2 --dist loadfile
+check: $(STAMP) ## The fast tests: no processes, no compilers, no long schedules (half a minute)
+	@$(PYTEST) -m "not slow and not models" $(TWO_WORKERS)
+
+test: $(STAMP) ## The test suite without real models (under three minutes)
+	@$(PYTEST) -m "not models" $(TWO_WORKERS)
 
 test-models: $(STAMP) ## Tests on SmolLM2 and Gemma 3 270M (downloads them once)
-	@$(RUN)/python -m pytest -m models
+	@$(PYTEST) -m models
 
 bench: $(STAMP) ## The short benchmarks, against mlx-lm's own caches
 	@$(RUN)/python benchmarks/cache_steps.py

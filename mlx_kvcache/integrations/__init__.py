@@ -1,0 +1,1 @@
+"""What mlx-lm needs of a cache: its protocol, routed attention, traced layers, sampling."""

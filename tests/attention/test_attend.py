@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from mlx_kvcache.cache.attention import AttendSpec, attend
 from mlx_kvcache.control import attention_oracle
 from mlx_kvcache.errors import AttentionError, UpdateDtypeError, UpdateShapeError
-
-from .driver import CLOSE, Layer, draw, make_cache, step_rows
-from .oracle import History, numbers
+from tests.support.brute_force_attention import History, numbers
+from tests.support.op_driver import CLOSE, Layer, draw, make_cache, step_rows
 
 
 def rows(tokens: int, held: int, heads: int = 2, group: int = 2, dim: int = 4) -> list[mx.array]:

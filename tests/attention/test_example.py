@@ -21,8 +21,8 @@ from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 from mlx_kvcache import CacheConfig, CacheSession, MLXSequenceCache
 from mlx_kvcache.errors import NoActiveCacheError, UnsupportedModelError
 from mlx_kvcache.models import load, read_config
-from tests.cli.tiny import words, write_model
-from tests.families.build import all_families, build, logits_in_chunks, random_tokens
+from tests.support.tiny_models import all_families, build, logits_in_chunks, random_tokens
+from tests.support.tiny_models_on_disk import words, write_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "decoder.py"
 CLOSE = 1e-4

@@ -14,8 +14,8 @@ from mlx_kvcache.cache import sequence
 from mlx_kvcache.control.op import update_and_attend
 from mlx_kvcache.errors import RewindError
 from mlx_kvcache.store.rows import RowView
-
-from .driver import (
+from tests.support.brute_force_attention import History, numbers
+from tests.support.op_driver import (
     CLOSE,
     POSITION_FORMS,
     Duel,
@@ -26,7 +26,6 @@ from .driver import (
     positions_as,
     step_rows,
 )
-from .oracle import History, numbers
 
 LAYERS = st.builds(
     Layer,

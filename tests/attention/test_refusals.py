@@ -22,9 +22,8 @@ from mlx_kvcache.errors import (
     UpdateDtypeError,
     UpdateShapeError,
 )
-from tests.families.build import all_families, build
-
-from .driver import Layer, make_cache, observe, step_rows
+from tests.support.op_driver import Layer, make_cache, observe, step_rows
+from tests.support.tiny_models import all_families, build
 
 LAYERS = (
     Layer(window=0, kv_heads=2, group=2, key_dim=4, value_dim=3),

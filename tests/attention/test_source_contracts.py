@@ -17,8 +17,7 @@ from mlx_kvcache.errors import CapacityError, PositionError, RewindError
 from mlx_kvcache.facts.geometry import LayerPolicy
 from mlx_kvcache.layout import FlatLayout, RingLayout, SequenceLayout
 from mlx_kvcache.layout.runs import Run, wrap
-
-from .driver import Layer, make_cache, step_rows
+from tests.support.op_driver import Layer, make_cache, step_rows
 
 
 def test_the_op_has_no_causal_flag_and_changes_no_argument() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cells.bounds import checked_writes
+
+from tests.support.checked_writes import checked_writes
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cells.driver import Driver
-from cells.schedule import run_schedule
 
 from mlx_kvcache.cache import batched as batched_cache
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.layout.batched import BatchedLayout
 from mlx_kvcache.layout.sequence import SequenceLayout
+from tests.support.many_sequences_driver import Driver
+from tests.support.many_sequences_schedule import run_schedule
 
 WINDOWS = (0, 3, 0, 5)
 

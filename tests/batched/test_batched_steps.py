@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from cells.driver import HEADS, KEY_DIM, SCALE, VALUE_DIM, Driver, geometry_of, observe, raw
 
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.errors import (
@@ -20,6 +19,16 @@ from mlx_kvcache.errors import (
     UpdateShapeError,
 )
 from mlx_kvcache.facts.config import CacheConfig
+from tests.support.arrays import raw
+from tests.support.many_sequences_driver import (
+    HEADS,
+    KEY_DIM,
+    SCALE,
+    VALUE_DIM,
+    Driver,
+    geometry_of,
+    observe,
+)
 
 BatchedDriver = Driver[MLXBatchedSequenceCache]
 

@@ -8,13 +8,22 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cells.driver import HEADS, KEY_DIM, SCALE, VALUE_DIM, Driver, geometry_of, numbers, observe
 
 from mlx_kvcache import FACTORY, CacheConfig, SharedControl, StepBackend, attend
 from mlx_kvcache.cache.attention import AttendSpec
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import AttentionError, UpdateDtypeError
+from tests.support.arrays import numbers
+from tests.support.many_sequences_driver import (
+    HEADS,
+    KEY_DIM,
+    SCALE,
+    VALUE_DIM,
+    Driver,
+    geometry_of,
+    observe,
+)
 
 CACHES = [MLXCellCache, MLXBatchedSequenceCache]
 both = pytest.mark.parametrize("cache_class", CACHES)

@@ -14,7 +14,8 @@ from capacity_steps import capacity_results
 from contenders import Shape
 from growth_copies import GrowthResult, Joins, growth_results, watched_joins
 from host_steps import flat_phases, ring_phases
-from running import run_app
+
+from tests.support.command_lines import run_app
 
 TINY = ["--layers", "2", "--heads", "1", "--dim", "8", "--steps", "12"]
 SHAPE = Shape(layers=2, heads=1, dim=8, dtype="float32")

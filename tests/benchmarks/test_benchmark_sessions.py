@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.tiny import write_model
-from running import run_app
 from session_runs import Rows, make_work, our_engine, our_fork, ours, their_fork, theirs
 from sessions import app
 
 from mlx_kvcache.models import load
+from tests.support.command_lines import run_app
+from tests.support.tiny_models_on_disk import write_model
 
 
 @pytest.fixture(scope="module")

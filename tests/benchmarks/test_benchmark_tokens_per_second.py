@@ -19,11 +19,12 @@ from model_caches import (
     held,
     weight_bytes_read,
 )
-from running import run_app
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokens_per_second import app
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.command_lines import run_app
 
 VOCABULARY = 40
 WINDOW = 16

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from mlx_kvcache.errors import CapacityError
-
-from .oracle import DTYPES, Question, Session, Shape
+from tests.support.sequence_oracle import DTYPES, Question, Session, Shape
 
 SHAPES = st.lists(
     st.builds(

@@ -11,8 +11,7 @@ from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.errors import ConfigError, GeometryError, KVCacheError
 from mlx_kvcache.facts.config import MAX_CAPACITY, CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
-
-from .oracle import simple_geometry
+from tests.support.sequence_oracle import simple_geometry
 
 NOT_INTEGERS = [None, "8", 1.0, 1.5, True, False, [4], mx.array(4)]
 

@@ -9,8 +9,8 @@ import pytest
 
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.layout import grown_rows
-
-from .oracle import FORMS, Session, Shape, make_cache, raw, simple_geometry
+from tests.support.arrays import raw
+from tests.support.sequence_oracle import FORMS, Session, Shape, make_cache, simple_geometry
 
 
 def step(cache, count: int) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.facts.config import CacheConfig
-
-from .oracle import FORMS, Session, Shape, make_cache, raw, simple_geometry
+from tests.support.arrays import raw
+from tests.support.sequence_oracle import FORMS, Session, Shape, make_cache, simple_geometry
 
 HEADS, DIM, ROWS = 8, 128, 8192
 #: Bytes of the keys of the large pool; its values are as large.
@@ -94,7 +94,7 @@ def test_a_layer_that_is_read_again_is_still_written_in_place(form: str) -> None
 @pytest.mark.parametrize("late", [False, True], ids=["evaluated", "lazy"])
 def test_an_array_that_was_answered_never_changes(windows: tuple[int, ...], late: bool) -> None:
     """Slices, whole pools and whole rings, through steps, growth, rewinds and clears."""
-    from .oracle import Question
+    from tests.support.sequence_oracle import Question
 
     run = Session([Shape(window) for window in windows], initial_capacity=2)
     held: list[tuple[mx.array, object]] = []

@@ -14,8 +14,8 @@ from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.integrations.mlx_lm import MLXLMLayer
-
-from .oracle import FORMS, observe, raw, simple_geometry
+from tests.support.arrays import raw
+from tests.support.sequence_oracle import FORMS, observe, simple_geometry
 
 MEGABYTE = 2**20
 

@@ -23,8 +23,7 @@ from mlx_kvcache.errors import (
     UpdateDtypeError,
     UpdateShapeError,
 )
-
-from .oracle import Question, Session, Shape, observe
+from tests.support.sequence_oracle import Question, Session, Shape, observe
 
 CAPACITY = 40
 SHAPES = [Shape(0, 2, 3, 2), Shape(4, 2, 3, 2), Shape(0, 2, 3, 2), Shape(4, 2, 3, 2)]

@@ -12,8 +12,15 @@ import pytest
 
 from mlx_kvcache.errors import PositionError
 from mlx_kvcache.facts.config import CacheConfig
-
-from .oracle import FORMS, Question, Session, Shape, make_cache, numbers, raw, simple_geometry
+from tests.support.arrays import numbers, raw
+from tests.support.sequence_oracle import (
+    FORMS,
+    Question,
+    Session,
+    Shape,
+    make_cache,
+    simple_geometry,
+)
 
 ASK = Question()
 

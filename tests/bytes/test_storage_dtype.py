@@ -10,8 +10,8 @@ import pytest
 
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry
-
-from .oracle import DTYPES, FORMS, make_cache, numbers, raw, rounded, simple_geometry
+from tests.support.arrays import numbers, raw
+from tests.support.sequence_oracle import DTYPES, FORMS, make_cache, rounded, simple_geometry
 
 LENGTH = 31
 CHUNKINGS = {

@@ -16,8 +16,7 @@ from mlx_kvcache.layout import RingLayout, Run
 from mlx_kvcache.layout import ring as ring_module
 from mlx_kvcache.store import rows as store
 from mlx_kvcache.store.rows import DenseRows, RowView
-
-from .oracle import Question, Session, Shape
+from tests.support.sequence_oracle import Question, Session, Shape
 
 
 def walk(seed: int, kv_dtype: str | None = None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .bounds import checked_writes
+from tests.support.checked_writes import checked_writes
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from mlx_kvcache.cache.cells import MLXCellCache
-
-from .machine import SharedMachine
+from tests.support.many_sequences_machine import SharedMachine
 
 
 class CellMachine(SharedMachine):

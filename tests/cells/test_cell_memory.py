@@ -12,8 +12,7 @@ import pytest
 from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
-
-from .driver import raw
+from tests.support.arrays import raw
 
 HEADS, DIM, LAYERS = 2, 64, 4
 MEGABYTE = 2**20

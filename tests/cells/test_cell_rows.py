@@ -12,8 +12,15 @@ from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import AttentionError, CapacityError, ConfigError, StepError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
-
-from .driver import HEADS, KEY_DIM, SCALE, VALUE_DIM, Driver, geometry_of, numbers, raw
+from tests.support.arrays import numbers, raw
+from tests.support.many_sequences_driver import (
+    HEADS,
+    KEY_DIM,
+    SCALE,
+    VALUE_DIM,
+    Driver,
+    geometry_of,
+)
 
 Spans = list[tuple[int, int]]
 

@@ -18,9 +18,8 @@ from mlx_kvcache.layout.cells import CellLayout
 from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.store import rows as store
 from mlx_kvcache.store.rows import DenseRows
-
-from .driver import Driver
-from .schedule import run_schedule
+from tests.support.many_sequences_driver import Driver
+from tests.support.many_sequences_schedule import run_schedule
 
 WINDOWS = (0, 3, 0, 5)
 

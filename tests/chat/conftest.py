@@ -1,56 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, processors
 from typer.testing import CliRunner
 
 from mlx_kvcache import make_prompt_cache
 from mlx_kvcache.chat.conversation import ChatOptions, Conversation
 from mlx_kvcache.commands.app import app
 from mlx_kvcache.models import load
-from tests.cli.tiny import write_model
+from tests.support.tiny_models_on_disk import TEMPLATE, write_chat_model
 
 Loaded = tuple[Any, Any]
-
-#: `w94` opens each message and `w95` ends it: here that is also the token that ends an answer.
-TEMPLATE = (
-    "{{ bos_token }} "
-    "{% for message in messages %}"
-    "{% if message.role != 'assistant' and message.content == 'w9' %}"
-    "{{ raise_exception('not that') }}{% endif %}"
-    "w94 w{{ {'system': 91, 'user': 92, 'assistant': 93}[message.role] }} "
-    "{{ message.content }} w95 "
-    "{% endfor %}{% if add_generation_prompt %}w94 w93{% endif %}"
-)
-#: Writes each earlier answer without its first word, as some templates do with reasoning.
-FORGETFUL = TEMPLATE.replace(
-    "{{ message.content }}",
-    "{{ message.content.split(' ')[1:] | join(' ') if message.role == 'assistant' "
-    "else message.content }}",
-)
-
-
-def write_chat_model(
-    directory: Path,
-    family: str = "llama",
-    template: str | None = TEMPLATE,
-    changes: Mapping[str, Any] | None = None,
-) -> Path:
-    """A tiny model whose tokenizer puts BOS before a text, with a chat template or without."""
-    write_model(directory, family, changes)
-    path = directory / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    tokenizer.save(str(path))
-    if template is not None:
-        (directory / "chat_template.jinja").write_text(template)
-    return directory
 
 
 @pytest.fixture(scope="session")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
 from mlx_kvcache.commands.chat_commands import COMMANDS
-from tests.cli.tiny import words
-
-from .cold import greedy
+from tests.support.cold_runs import greedy
+from tests.support.processes import finish, start
+from tests.support.tiny_models_on_disk import words
 
 SHORT = ("--max-tokens", "6")
 
@@ -301,15 +300,14 @@ def test_an_empty_pipe_ends_at_once(chat, directories):
 
 def test_a_reader_that_goes_away_ends_it_quietly(directories):
     read, write = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlx_kvcache", "chat", "--model", str(directories()),
-         "--max-tokens", "1000000", "--capacity", "1100000"],
-        stdin=subprocess.PIPE, stdout=write, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    endless = ("--max-tokens", "1000000", "--capacity", "1100000")
+    pipe = subprocess.PIPE
+    arguments = ("chat", "--model", directories(), *endless)
+    process = start(*arguments, stdin=pipe, stdout=write, stderr=pipe)
     os.close(write)
     process.stdin.write(words(5) + "\n")
     process.stdin.flush()
     assert os.read(read, 1) == b"w"
     os.close(read)
-    _, errors = process.communicate(timeout=60)
+    _, errors = finish(process)
     assert (process.returncode, errors) == (141, "")

@@ -7,9 +7,8 @@ import gc
 import mlx.core as mx
 import pytest
 
-from tests.cli.tiny import words
-
-from .cold import check_answer, check_cache, say
+from tests.support.cold_runs import check_answer, check_cache, say
+from tests.support.tiny_models_on_disk import words
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.tiny import words
-
-from .cold import check_answer, check_cache, say
+from tests.support.cold_runs import check_answer, check_cache, say
+from tests.support.tiny_models_on_disk import words
 
 FAMILIES = ("jamba", "falcon_h1", "lfm2", "granitemoehybrid", "nemotron_h", "plamo2", "kimi_linear")
 

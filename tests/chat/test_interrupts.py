@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import threading
 import time
 
 import pytest
@@ -15,12 +13,11 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_kvcache.integrations.mlx_lm import MLXLMLayer
 from mlx_kvcache.models import load
-from tests.cli.tiny import words
-
-from .cold import check_answer, check_cache, greedy, say
+from tests.support.cold_runs import check_answer, check_cache, greedy, say
+from tests.support.processes import finish, start
+from tests.support.tiny_models_on_disk import words
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
-COMMAND = [sys.executable, "-m", "mlx_kvcache", "chat"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -170,43 +167,18 @@ def test_an_interrupt_in_the_middle_of_any_step(begin, monkeypatch, family, owne
     assert kept == {0, 1, 2, 3}
 
 
-def interruptible():
-    """Commands started in the background may ignore Ctrl-C; these are to hear it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def start(directory, *arguments):
+def start_chat(directory, *arguments):
+    pipe = subprocess.PIPE
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [*COMMAND, "--model", str(directory), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=interruptible,
-    )
-    # Whatever it does not hear must not keep a test waiting.
-    watch = threading.Timer(90, process.kill)
-    watch.daemon = True
-    watch.start()
-    return process
-
-
-def finish(process, rest=""):
-    try:
-        return process.communicate(rest, timeout=60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise
+    arguments = ("chat", "--model", directory, *arguments)
+    return start(*arguments, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_ctrl_c_stops_the_answer_and_not_the_chat(directories, tmp_path, family):
     directory = directories(family, None)
     endless = ("--max-tokens", "1000000", "--capacity", "1100000", "--dtype", "float32")
-    process = start(directory, *endless)
+    process = start_chat(directory, *endless)
     process.stdin.write(words(5, 17) + "\n")
     process.stdin.flush()
     process.stdout.read(20)
@@ -238,7 +210,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(directories, tmp_path, family)
 
 
 def test_a_second_ctrl_c_at_the_prompt_leaves(directories):
-    process = start(directories(), "--max-tokens", "20")
+    process = start_chat(directories(), "--max-tokens", "20")
     process.stdin.write(words(5) + "\n")
     process.stdin.flush()
     assert process.stdout.readline()
@@ -254,7 +226,7 @@ def test_a_second_ctrl_c_at_the_prompt_leaves(directories):
 
 
 def test_a_turn_between_two_ctrl_c_stays(directories):
-    process = start(directories(), "--max-tokens", "2")
+    process = start_chat(directories(), "--max-tokens", "2")
     for _ in range(3):
         process.stdin.write("/help\n" + words(5) + "\n")
         process.stdin.flush()

@@ -9,8 +9,7 @@ import pytest
 from mlx_kvcache import make_prompt_cache
 from mlx_kvcache.chat.conversation import ChatOptions, Conversation
 from mlx_kvcache.models import load, resolve
-
-from .cold import check_answer, cold_logits, distance, greedy, say, warm_logits
+from tests.support.cold_runs import check_answer, cold_logits, distance, greedy, say, warm_logits
 
 pytestmark = pytest.mark.models
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlx_kvcache.errors import CapacityError
-from tests.cli.tiny import words
-
-from .cold import check_answer, check_cache, greedy, say
+from tests.support.cold_runs import check_answer, check_cache, greedy, say
+from tests.support.tiny_models_on_disk import words
 
 #: What the template and one word need in the first turn, and in each later one after a cut answer.
 FIRST, LATER = 7, 7

@@ -14,7 +14,8 @@ import time
 import pytest
 
 from mlx_kvcache.commands import chat_input
-from tests.cli.tiny import words
+from tests.support.processes import COMMAND, hear_ctrl_c
+from tests.support.tiny_models_on_disk import words
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 
@@ -24,9 +25,7 @@ class Terminal:
 
     def __init__(self, directory, state, *arguments, code=None, **streams):
         self.leader, follower = pty.openpty()
-        command = [sys.executable, "-m", "mlx_kvcache"]
-        if code is not None:
-            command = [sys.executable, "-c", code]
+        command = COMMAND if code is None else [sys.executable, "-c", code]
         environment = {**os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(state)}
         self.process = subprocess.Popen(
             [*command, "chat", "--model", str(directory), "--max-tokens", "6", *arguments],
@@ -69,6 +68,7 @@ class Terminal:
 
 def own_terminal():
     """Make the pseudo-terminal the one from which Ctrl-C comes."""
+    hear_ctrl_c()
     import fcntl
     import termios
 

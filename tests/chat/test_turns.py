@@ -14,10 +14,8 @@ from mlx_kvcache.chat.script import TemplateScript
 from mlx_kvcache.control.registry import REGISTRY
 from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.integrations.sampling import Sampling
-from tests.cli.tiny import words
-
-from .cold import check_answer, check_cache, greedy, say
-from .conftest import FORGETFUL, TEMPLATE
+from tests.support.cold_runs import check_answer, check_cache, greedy, say
+from tests.support.tiny_models_on_disk import FORGETFUL, TEMPLATE, words
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
 TURNS = (words(5, 17), words(40, 33, 8), words(61), words(22, 30, 77))

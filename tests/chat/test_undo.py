@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlx_kvcache.errors import ConfigError, RewindError
-from tests.cli.tiny import words
-
-from .cold import check_answer, check_cache, say
+from tests.support.cold_runs import check_answer, check_cache, say
+from tests.support.tiny_models_on_disk import words
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
 #: Rings of window 8 with 16 spare rows have 23, so each of these conversations wraps them.

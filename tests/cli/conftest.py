@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mlx_kvcache.commands.app import app
-
-from .tiny import write_model
+from tests.support.tiny_models_on_disk import write_model
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from mlx_kvcache.engine import Engine
-
-from .tiny import words, write_model
+from tests.support.tiny_models_on_disk import words, write_model
 
 PROMPTS = ((5, 17, 40, 33), (8, 61, 22, 9, 90, 13, 77, 4), (7,), (5, 17, 40, 9, 12))
 COUNT = 9

@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 from mlx_lm.models.llama import Model
 
-from .tiny import words, write_model
+from tests.support.tiny_models_on_disk import words, write_model
 
 PROMPT = words(5, 17, 40, 33, 8, 61)
 

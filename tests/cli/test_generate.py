@@ -14,8 +14,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_kvcache.chat.generation import Generation
 from mlx_kvcache.models import load, resolve
-
-from .tiny import words, write_model
+from tests.support.tiny_models_on_disk import words, write_model
 
 PROMPT = (5, 17, 40, 33, 8, 61, 22, 9, 90, 13, 77, 4)
 COUNT = 24

@@ -14,9 +14,8 @@ from mlx_kvcache.commands.figures import ranges_text, size_text
 from mlx_kvcache.errors import KVCacheError
 from mlx_kvcache.facts.layer_kinds import layer_groups, summary
 from mlx_kvcache.integrations.tracing import is_kv_cache, leaves
-from tests.families.build import all_families, build, random_tokens
-
-from .tiny import config_of
+from tests.support.tiny_models import all_families, build, random_tokens
+from tests.support.tiny_models_on_disk import config_of
 
 COUNT = 21
 

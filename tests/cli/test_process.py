@@ -7,32 +7,16 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 from importlib import import_module, metadata
 
 import pytest
 
-from .tiny import words
+from tests.support.processes import COMMAND, finish, run_python, start
+from tests.support.tiny_models_on_disk import words
 
-COMMAND = [sys.executable, "-m", "mlx_kvcache"]
 PROMPT = words(5, 17, 40, 33, 8, 61)
 #: More tokens than any test waits for.
 ENDLESS = ("--max-tokens", "1000000", "--capacity", "1100000")
-
-
-def start(*arguments, **streams):
-    command = [*COMMAND, *map(str, arguments)]
-    return subprocess.Popen(command, **{"text": True, "stdin": subprocess.DEVNULL, **streams})
-
-
-def finish(process, seconds=60):
-    """What the process wrote; it is killed, and the test fails, when it does not end."""
-    try:
-        return process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise
 
 
 def endless_words(directory, count):
@@ -188,7 +172,7 @@ def test_help_does_not_wait_for_mlx():
         "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = run_python(code)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Examples:") == 3
     for said in ("mlx-kvcache generate", "[default: smollm2]", "[default: 256]", "--windows"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
 import sys
 import threading
 import warnings
@@ -17,12 +16,12 @@ from mlx_kvcache.errors import (
     BuilderError,
     RegistrationError,
 )
-
-from .fakes import CONFIG, GEOMETRY, PlainCache
-from .running import run_all
+from tests.support.plain_cache import CONFIG, GEOMETRY, PlainCache
+from tests.support.processes import run_python
+from tests.support.session_steps import run_all
 
 PACKAGE = """
-from control.fakes import PlainCache
+from tests.support.plain_cache import PlainCache
 IMPORTED = True
 class PagedCache(PlainCache):
     pass
@@ -161,17 +160,11 @@ def test_threads_that_ask_at_once_find_the_kinds_once(monkeypatch: pytest.Monkey
 def test_the_process_wide_factory_sees_other_packages(third_party: Path) -> None:
     code = (
         f"import sys; sys.path[:0] = [{str(third_party)!r}]\n"
-        "from control.fakes import GEOMETRY, CONFIG\n"
+        "from tests.support.plain_cache import GEOMETRY, CONFIG\n"
         "from mlx_kvcache import CacheSession, current_cache\n"
         "with CacheSession(GEOMETRY, CONFIG, backend='acme', kind='paged') as session:\n"
         "    print(type(current_cache()).__name__, 'mlx.core' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(code)
     assert done.stdout.split() == ["PagedCache", "False"], done.stderr
     assert "'nameless'" in done.stderr

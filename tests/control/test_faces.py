@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +16,7 @@ from mlx_kvcache import MLXSequenceCache
 from mlx_kvcache.control import protocols as faces
 from mlx_kvcache.errors import CapacityError, KVCacheError, RewindError
 from mlx_kvcache.layout import SequenceLayout
-
-from .fakes import CONFIG, GEOMETRY, plain
+from tests.support.plain_cache import CONFIG, GEOMETRY, plain
 
 ROOT = Path(__file__).parents[2]
 ALL = (
@@ -93,9 +91,8 @@ def test_the_parameters_have_the_names_and_the_defaults_of_the_face(
 
 def test_mypy_agrees_on_who_has_which_face() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "-m", "control.typed_faces"],
+        [sys.executable, "-m", "mypy", "--strict", "-m", "tests.control.typed_faces"],
         cwd=ROOT,
-        env={**os.environ, "MYPYPATH": "tests"},
         capture_output=True,
         text=True,
         timeout=600,

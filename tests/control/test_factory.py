@@ -19,8 +19,7 @@ from mlx_kvcache.errors import (
 )
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry
-
-from .fakes import CONFIG, GEOMETRY, PlainCache
+from tests.support.plain_cache import CONFIG, GEOMETRY, PlainCache
 
 
 def test_the_errors_are_also_the_builtins_that_a_user_expects() -> None:

@@ -15,9 +15,8 @@ import pytest
 from mlx_kvcache import REGISTRY, CacheRegistry, CacheSession, current_cache
 from mlx_kvcache.control.protocols import Cache
 from mlx_kvcache.errors import CacheKeyError, KVCacheError, NoActiveCacheError
-
-from .fakes import PlainCache, plain
-from .running import run_all
+from tests.support.plain_cache import PlainCache, plain
+from tests.support.session_steps import run_all
 
 
 @pytest.fixture

@@ -29,9 +29,8 @@ from mlx_kvcache.errors import (
 )
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry
-
-from .fakes import CONFIG, GEOMETRY, PlainCache, plain
-from .running import write
+from tests.support.plain_cache import CONFIG, GEOMETRY, PlainCache, plain
+from tests.support.session_steps import write
 
 PLAIN = CacheFactory({("mlx", "sequence"): PlainCache})
 

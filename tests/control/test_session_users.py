@@ -24,9 +24,8 @@ from mlx_kvcache.errors import (
 )
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry
-
-from .fakes import CONFIG, GEOMETRY, PlainCache
-from .running import held, run_all, write
+from tests.support.plain_cache import CONFIG, GEOMETRY, PlainCache
+from tests.support.session_steps import held, run_all, write
 
 
 def test_nested_sessions_hand_back_to_the_outer_one() -> None:

@@ -13,8 +13,7 @@ from mlx_kvcache.control.factory import FACTORY
 from mlx_kvcache.errors import ConfigError, GeometryError
 from mlx_kvcache.facts.config import MAX_CAPACITY, CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry
-
-from .fakes import CONFIG, GEOMETRY
+from tests.support.plain_cache import CONFIG, GEOMETRY
 
 CHECKS: list[Callable[[Any, Any], object]] = [
     validate,

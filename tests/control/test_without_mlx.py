@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-FORBID = """
-import sys
-
-FORBIDDEN = {"mlx", "numpy", "mlx_lm", "transformers"}
-
-class Forbid:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in FORBIDDEN:
-            raise ImportError("forbidden here: " + name)
-
-sys.meta_path.insert(0, Forbid())
-"""
+from tests.support.processes import run_without_mlx
 
 USE = """
 import tempfile
-from control.fakes import CONFIG, GEOMETRY, PlainCache
+from tests.support.plain_cache import CONFIG, GEOMETRY, PlainCache
 from mlx_kvcache import (
     FACTORY, REGISTRY, CacheGeometry, CacheSession, SequencePlanner, current_cache,
     read_metadata, write_metadata,
@@ -42,28 +27,18 @@ assert not FORBIDDEN & {name.split(".")[0] for name in sys.modules}
 """
 
 BUILD = """
-from control.fakes import CONFIG, GEOMETRY
+from tests.support.plain_cache import CONFIG, GEOMETRY
 from mlx_kvcache import CacheSession
 CacheSession(GEOMETRY, CONFIG).open()
 """
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", FORBID + code],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 def test_the_control_plane_works_without_mlx() -> None:
-    done = run(USE)
+    done = run_without_mlx(USE)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_hook_does_forbid() -> None:
-    done = run(BUILD)
+    done = run_without_mlx(BUILD)
     assert done.returncode != 0
     assert "forbidden here: mlx" in done.stderr

@@ -19,8 +19,7 @@ from mlx_kvcache import (
 from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.control.factory import Builder
 from mlx_kvcache.layout import RingLayout, SequenceLayout
-
-from .fakes import PlainCache
+from tests.support.plain_cache import PlainCache
 
 
 def have(sequence: MLXSequenceCache, layer: SequenceLayer, layout: SequenceLayout) -> None:

@@ -9,9 +9,8 @@ from mlx_kvcache.engine import Engine
 from mlx_kvcache.engine.passes import Passes
 from mlx_kvcache.errors import ConfigError, NonFiniteError
 from mlx_kvcache.integrations.attention import FlatModel
-from tests.families.build import all_families, build
-
-from .running import KINDS, alone, prompts_of, run, tiny
+from tests.support.engine_runs import KINDS, alone, prompts_of, run, tiny
+from tests.support.tiny_models import all_families, build
 
 COUNT = 10
 POISON = 7

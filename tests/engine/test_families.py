@@ -6,12 +6,11 @@ import pytest
 
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import UnsupportedModelError
-from tests.families import configs_a_to_h, configs_i_to_z
-from tests.families.build import all_families
+from tests.support import family_configs_a_to_h, family_configs_i_to_z
+from tests.support.engine_runs import KINDS, alone, prompts_of, run, tiny
+from tests.support.tiny_models import all_families
 
-from .running import KINDS, alone, prompts_of, run, tiny
-
-NOT_RUNNABLE = {**configs_a_to_h.NOT_RUNNABLE, **configs_i_to_z.NOT_RUNNABLE}
+NOT_RUNNABLE = {**family_configs_a_to_h.NOT_RUNNABLE, **family_configs_i_to_z.NOT_RUNNABLE}
 FAMILIES = sorted(name for name in all_families() if name not in NOT_RUNNABLE)
 #: The first 22 have recurrent state, the others go about attention or positions in their own way.
 REFUSED = {

@@ -11,8 +11,7 @@ import pytest
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import KVCacheError
 from mlx_kvcache.integrations.sampling import Sampling
-
-from .running import KINDS, alone, prompts_of, tiny
+from tests.support.engine_runs import KINDS, alone, prompts_of, tiny
 
 REQUESTS = 1000
 DISTINCT = 24

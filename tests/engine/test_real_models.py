@@ -8,8 +8,7 @@ import pytest
 
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.models import load
-
-from .running import KINDS, alone, run
+from tests.support.engine_runs import KINDS, alone, run
 
 pytestmark = pytest.mark.models
 

@@ -11,8 +11,7 @@ import pytest
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import StepError
 from mlx_kvcache.integrations.attention import ATTENTION, FlatModel
-
-from .running import alone, prompts_of, run, tiny
+from tests.support.engine_runs import alone, prompts_of, run, tiny
 
 
 def test_the_models_own_attention_comes_back():
@@ -31,7 +30,7 @@ def test_the_models_own_attention_comes_back():
 
 def test_two_engines_and_a_lone_sequence_in_three_threads():
     """Each thread has its own model and cache, but all share the module that is replaced."""
-    from tests.families.build import all_families, build
+    from tests.support.tiny_models import all_families, build
 
     prompts = prompts_of("llama", (9, 14, 6))
     expected = [alone(tiny("llama"), prompt, 24) for prompt in prompts]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_kvcache.engine import Engine
-
-from .running import KINDS, alone, prompts_of, run, tiny
+from tests.support.engine_runs import KINDS, alone, prompts_of, run, tiny
 
 FAMILIES = (
     "llama",

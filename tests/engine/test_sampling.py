@@ -7,8 +7,7 @@ import pytest
 
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.integrations.sampling import Sampling
-
-from .running import KINDS, alone, prompts_of, run, tiny
+from tests.support.engine_runs import KINDS, alone, prompts_of, run, tiny
 
 COUNT = 16
 SAMPLINGS = (

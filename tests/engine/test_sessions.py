@@ -16,8 +16,7 @@ from mlx_kvcache.errors import (
     UnsupportedModelError,
 )
 from mlx_kvcache.integrations.sampling import Sampling
-
-from .running import KINDS, alone, prompts_of, run, snapshot, tiny
+from tests.support.engine_runs import KINDS, alone, prompts_of, run, snapshot, tiny
 
 COUNT = 12
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError
 
 import pytest
 
 from mlx_kvcache.errors import GeometryError, KVCacheError, UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
+from tests.support.processes import run_python
 
 FLAT = LayerGeometry(LayerPolicy.flat(), kv_heads=2, key_dim=8, value_dim=8)
 RING = LayerGeometry(LayerPolicy.ring(16), kv_heads=2, key_dim=8, value_dim=8)
@@ -120,7 +119,7 @@ print(sorted(heavy))
 
 def test_the_integer_side_imports_without_mlx_and_numpy() -> None:
     def loaded(code: str) -> str:
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        run = run_python(code)
         assert run.returncode == 0, run.stderr
         return run.stdout.strip()
 

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families.build import all_families
 from hypothesis import given
 
 from mlx_kvcache import read_metadata, write_metadata
 from mlx_kvcache.errors import GeometryError, MetadataError
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
 from mlx_kvcache.facts.metadata import VERSION, make_metadata
-
-from .described import COLUMNS, GEOMETRY, geometries, metadata, read
+from tests.support.described_geometry import COLUMNS, GEOMETRY, geometries, metadata, read
+from tests.support.tiny_models import all_families
 
 
 def test_the_error_is_a_geometry_error_and_a_value_error() -> None:

@@ -14,8 +14,7 @@ from mlx_kvcache import read_metadata, write_metadata
 from mlx_kvcache.errors import KVCacheError, MetadataError, ModelNotFoundError
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.metadata import METADATA_FILE
-
-from .described import GEOMETRY, metadata
+from tests.support.described_geometry import GEOMETRY, metadata
 
 
 def test_the_file_lies_beside_the_model_and_reads_by_directory_or_by_name(tmp_path: Path) -> None:

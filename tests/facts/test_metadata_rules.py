@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from mlx_kvcache.errors import MetadataError
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 from mlx_kvcache.facts.metadata import make_metadata
-
-from .described import COLUMNS, GEOMETRY, NUMBERS, Metadata, metadata, read
+from tests.support.described_geometry import COLUMNS, GEOMETRY, NUMBERS, Metadata, metadata, read
 
 # Each rule: what is changed, where, and what the message says of it.
 JUNK: list[tuple[str, Any]] = [

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from mlx_kvcache import read_metadata, write_metadata
 from mlx_kvcache.errors import GeometryError
 from mlx_kvcache.facts.geometry import CacheGeometry
-
-from .described import GEOMETRY, geometries, metadata, read
+from tests.support.described_geometry import GEOMETRY, geometries, metadata, read
 
 
 @given(geometries(), st.data())

@@ -25,9 +25,8 @@ from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
 from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES
 from mlx_kvcache.facts.hf.wrappers import WRAPPERS
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
-
-from . import configs_a_to_h, configs_i_to_z
-from .build import all_families, build
+from tests.support import family_configs_a_to_h, family_configs_i_to_z
+from tests.support.tiny_models import all_families, build
 
 Config = dict[str, Any]
 
@@ -35,7 +34,7 @@ FULL = "full_attention"
 DOCS = Path(__file__).parents[2] / "docs" / "model_families.md"
 CONFIGS = all_families()
 #: Families whose forward pass cannot be traced on a CPU; their caches are compared by kind.
-NOT_RUNNABLE = {**configs_a_to_h.NOT_RUNNABLE, **configs_i_to_z.NOT_RUNNABLE}
+NOT_RUNNABLE = {**family_configs_a_to_h.NOT_RUNNABLE, **family_configs_i_to_z.NOT_RUNNABLE}
 #: Fields without a say in what is cached, whatever their names contain.
 NO_SAY = re.compile(r"rope_|moe|expert|linear_(num|key|value)|vocab|mlp_|_per_layer")
 SAY = re.compile(

@@ -14,14 +14,14 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 
 from mlx_kvcache import make_prompt_cache
-from tests.families import configs_a_to_h, configs_i_to_z
-from tests.families.build import all_families, build, logits_in_chunks, random_tokens
+from tests.support import family_configs_a_to_h, family_configs_i_to_z
+from tests.support.tiny_models import all_families, build, logits_in_chunks, random_tokens
 
-NOT_RUNNABLE = {**configs_a_to_h.NOT_RUNNABLE, **configs_i_to_z.NOT_RUNNABLE}
+NOT_RUNNABLE = {**family_configs_a_to_h.NOT_RUNNABLE, **family_configs_i_to_z.NOT_RUNNABLE}
 #: Where mlx-lm's own caches give other logits for other chunks.
 MLX_LM_DIFFERS = {
-    **configs_a_to_h.KNOWN_MLX_LM_DIFFERENCES,
-    **configs_i_to_z.KNOWN_MLX_LM_DIFFERENCES,
+    **family_configs_a_to_h.KNOWN_MLX_LM_DIFFERENCES,
+    **family_configs_i_to_z.KNOWN_MLX_LM_DIFFERENCES,
 }
 FAMILIES = sorted(name for name in all_families() if name not in NOT_RUNNABLE)
 COUNT = 40

@@ -32,7 +32,7 @@ from mlx_kvcache.errors import (
     UpdateShapeError,
 )
 from mlx_kvcache.integrations.mlx_lm import MLXLMLayer, PromptCache
-from tests.families.build import all_families, build, logits_in_chunks, random_tokens
+from tests.support.tiny_models import all_families, build, logits_in_chunks, random_tokens
 
 MakeCache = Callable[[nn.Module], list[Any]]
 WINDOW_FAMILIES = ["gemma3_text", "gemma3n", "gemma4_text", "gpt_oss", "llama", "cohere2"]

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-FORBID = """
-import sys
-
-FORBIDDEN = {"mlx", "numpy", "mlx_lm", "transformers"}
-
-class Forbid:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in FORBIDDEN:
-            raise ImportError("forbidden here: " + name)
-
-sys.meta_path.insert(0, Forbid())
-"""
+from tests.support.processes import run_without_mlx
 
 USE = """
 from mlx_kvcache import CacheConfig, CacheGeometry, LayerGeometry, LayerPolicy, validate
@@ -30,12 +16,6 @@ layout.commit(layout.plan(0, 0, 9))
 assert layout.length == 9 and layout.rewind_floor == 7
 assert not FORBIDDEN & {name.split(".")[0] for name in sys.modules}
 """
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", FORBID + code], capture_output=True, text=True, timeout=60
-    )
 
 
 @pytest.mark.parametrize(
@@ -50,12 +30,12 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_module_of_integers_needs_neither_mlx_nor_numpy(module: str) -> None:
-    done = run(f"import {module}\nassert not FORBIDDEN & set(sys.modules)")
+    done = run_without_mlx(f"import {module}\nassert not FORBIDDEN & set(sys.modules)")
     assert done.returncode == 0, done.stderr
 
 
 def test_the_layouts_work_without_mlx() -> None:
-    done = run(USE)
+    done = run_without_mlx(USE)
     assert done.returncode == 0, done.stderr
 
 
@@ -63,6 +43,6 @@ def test_the_layouts_work_without_mlx() -> None:
     "module", ["mlx_kvcache.cache.sequence", "mlx_kvcache.store.rows", "numpy"]
 )
 def test_the_hook_does_forbid(module: str) -> None:
-    done = run(f"import {module}")
+    done = run_without_mlx(f"import {module}")
     assert done.returncode != 0
     assert "forbidden here" in done.stderr

@@ -7,8 +7,7 @@ import itertools
 import pytest
 
 from mlx_kvcache.layout import FlatLayout, RingLayout
-
-from .slots import SlotLayer
+from tests.support.slots_model import SlotLayer
 
 SMALL = range(1, 9)
 

@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mlx_kvcache.errors import CapacityError, LayerIndexError, PositionError, RewindError
 from mlx_kvcache.layout import RingLayout, SequenceLayout, runs
 from mlx_kvcache.layout import ring as ring_module
-
-from .slots import SlotSequence
+from tests.support.slots_model import SlotSequence
 
 WINDOWS = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 

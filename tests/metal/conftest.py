@@ -10,8 +10,8 @@ import pytest
 
 from mlx_kvcache.store import metal as metal_kernels
 from mlx_kvcache.store.metal import Launch
+from tests.support import kernel_launches
 
-from . import typical
 from .host import build, executor
 
 COMPILERS = ("g++", "clang++")
@@ -47,7 +47,7 @@ def _runner(place: str) -> Runner:
             pytest.skip("this MLX has no Metal")
         return Runner("gpu", metal_kernels.run)
     compiler = compiler_named(place)
-    executor.prepare([(launch, None) for launch in typical.launches()], compiler)
+    executor.prepare([(launch, None) for launch in kernel_launches.launches()], compiler)
     return Runner(place, lambda launch: executor.run(launch, compiler))
 
 

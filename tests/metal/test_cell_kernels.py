@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from mlx_kvcache.store import kernels
 from mlx_kvcache.store import metal as metal_kernels
 from mlx_kvcache.store import ops as kernel_ops
+from tests.support.arrays import bits
+from tests.support.kernel_arrays import DIMS, DTYPES, LAYOUTS, assert_same_bits, random_array
 
-from .arrays import DIMS, DTYPES, LAYOUTS, assert_same_bits, bits, random_array
 from .conftest import Runner
 
 EXAMPLES = settings(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_kvcache.store.metal import Kernel, Launch
+from tests.support.kernel_arrays import assert_same_bits
 
-from .arrays import assert_same_bits
 from .host import build, executor
 
 NARROW = (mx.float16, mx.bfloat16)

@@ -8,8 +8,9 @@ import pytest
 from mlx_kvcache.store import metal as metal_kernels
 from mlx_kvcache.store import ops as kernel_ops
 from mlx_kvcache.store.metal import Launch, read_source
+from tests.support.arrays import bits
+from tests.support.kernel_arrays import random_array
 
-from .arrays import bits, random_array
 from .host import build, executor
 from .test_quantized_kernel import tie_rows
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from mlx_kvcache.store import kernels
 from mlx_kvcache.store import metal as metal_kernels
 from mlx_kvcache.store import ops as kernel_ops
+from tests.support.arrays import bits
+from tests.support.kernel_arrays import DTYPES, LAYOUTS, assert_same_bits, random_array
 
-from .arrays import DTYPES, LAYOUTS, assert_same_bits, bits, random_array
 from .conftest import Runner
 
 Quantized = tuple[mx.array, mx.array, mx.array]

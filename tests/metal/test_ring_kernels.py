@@ -14,8 +14,9 @@ from mlx_kvcache.store import kernels
 from mlx_kvcache.store import metal as metal_kernels
 from mlx_kvcache.store import ops as kernel_ops
 from mlx_kvcache.store.ops import write_rows
+from tests.support.arrays import bits
+from tests.support.kernel_arrays import DTYPES, RingCase, assert_same_bits, ring_cases
 
-from .arrays import DTYPES, RingCase, assert_same_bits, bits, ring_cases
 from .conftest import Runner
 
 EXAMPLES = settings(

@@ -7,15 +7,13 @@ for export, which generates the source as well.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from mlx_kvcache.store import metal
 from mlx_kvcache.store.metal import Kernel, Launch, read_source
+from tests.support.processes import run_python
 
 from .host.signature import ATTRIBUTES, Signature, signature_of
 
@@ -98,13 +96,7 @@ def trace_with_mlx(name: str) -> None:
 def test_the_generated_source_is_mlx_s_own() -> None:
     code = "import sys; from tests.metal.test_signature import trace_with_mlx\n"
     code += "for name in sys.argv[1:]: trace_with_mlx(name)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *LAUNCH_NAMES],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(code, *LAUNCH_NAMES)
     printed = re.findall(r"Generated source code for `\w+`:\n```\n(.*?)\n```\n", done.stdout, re.S)
     assert len(printed) == len(LAUNCH_NAMES), done.stderr[-2000:]
     for name, source in zip(LAUNCH_NAMES, printed, strict=True):

@@ -14,8 +14,7 @@ import pytest
 import mlx_kvcache.models as models
 from mlx_kvcache.errors import MissingDependencyError, ModelFormatError, ModelNotFoundError
 from mlx_kvcache.models.demos import DEMOS, Demo, Wheel, demo_directory
-
-from .gguf_writing import Tiny, write
+from tests.support.gguf_files import Tiny, write
 
 
 def wheel(directory: Path, name: str, members: dict[str, bytes]) -> Wheel:

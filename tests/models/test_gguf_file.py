@@ -16,8 +16,7 @@ from mlx_kvcache.errors import (
     UnsupportedModelError,
 )
 from mlx_kvcache.models.gguf_file import open_gguf
-
-from .gguf_writing import Tiny, write
+from tests.support.gguf_files import Tiny, write
 
 pytestmark = pytest.mark.usefixtures("cache_home")
 

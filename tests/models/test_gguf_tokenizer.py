@@ -20,8 +20,7 @@ import mlx_kvcache.models as models
 from mlx_kvcache.errors import ModelFormatError, UnsupportedModelError
 from mlx_kvcache.models.gguf_file import open_gguf
 from mlx_kvcache.models.gguf_tokenizer import end_tokens, tokenizer_from
-
-from .gguf_writing import TEMPLATE, TOKENS, Tiny, byte_tokenizer, write
+from tests.support.gguf_files import TEMPLATE, TOKENS, Tiny, byte_tokenizer, write
 
 TEXTS = (
     "The capital of France is Paris.",

@@ -15,8 +15,16 @@ import mlx_kvcache.models as models
 from mlx_kvcache.errors import ModelFormatError, UnsupportedModelError
 from mlx_kvcache.models.convert import convert
 from mlx_kvcache.models.gguf_rope import FREQUENCY_FACTORS
-
-from .gguf_writing import FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, Tiny, stored, write
+from tests.support.gguf_files import (
+    FAMILIES,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    Tiny,
+    stored,
+    write,
+)
 
 IDS = [5, 90, 17, 200, 33, 8, 61, 140]
 

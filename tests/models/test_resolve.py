@@ -21,8 +21,7 @@ from mlx_kvcache.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-
-from .gguf_writing import Tiny, write
+from tests.support.gguf_files import Tiny, write
 
 pytestmark = pytest.mark.usefixtures("cache_home")
 

@@ -16,8 +16,7 @@ import pytest
 import mlx_kvcache.models as models
 from mlx_kvcache.models.progress import showing
 from mlx_kvcache.models.store import HOME_VARIABLE, Workspace, build_once, is_complete
-
-from .gguf_writing import Tiny, write
+from tests.support.gguf_files import Tiny, write
 
 
 def fill(workspace: Workspace) -> None:

@@ -1,4 +1,7 @@
-"""Checked writes: MLX itself would write beyond the last row of a pool, perhaps unnoticed."""
+"""Checked writes: MLX itself would write beyond the last row of a pool.
+
+That corrupts the heap, perhaps unnoticed; here it fails the test.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import numpy as np
 import pytest
 
 import mlx_kvcache.cache.batched
-import mlx_kvcache.cache.cells  # noqa: F401 (both load every module that writes rows)
+import mlx_kvcache.cache.cells
+import mlx_kvcache.cache.sequence  # noqa: F401 (together they load every module that writes rows)
 
 
 @contextmanager
@@ -21,6 +25,7 @@ def checked_writes() -> Iterator[None]:
     slice_update, put_along_axis = mx.slice_update, mx.put_along_axis
 
     def checked_update(source: mx.array, update: mx.array, start: mx.array, axes: Any) -> mx.array:
+        assert tuple(axes) == (2,)
         first = start.item()
         assert 0 <= first <= source.shape[2] - update.shape[2], (
             f"{update.shape[2]} rows written at {first} into a pool of {source.shape[2]}"

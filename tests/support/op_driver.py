@@ -13,8 +13,7 @@ import numpy as np
 
 from mlx_kvcache import CacheConfig, CacheGeometry, LayerGeometry, LayerPolicy, MLXSequenceCache
 from mlx_kvcache.control.op import update_and_attend
-
-from .oracle import History
+from tests.support.brute_force_attention import History
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 #: What computing in float32 may cost: the oracle rounds rows as the cache stores them.

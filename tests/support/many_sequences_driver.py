@@ -25,6 +25,7 @@ from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 from mlx_kvcache.layout.steps import DeclaredStep
 from mlx_kvcache.store.rows import RowView
+from tests.support.arrays import numbers, raw, visible_rows
 
 HEADS, GROUPS, KEY_DIM, VALUE_DIM = 2, 2, 4, 3
 SCALE = 0.37
@@ -66,29 +67,6 @@ def geometry_of(windows: Sequence[int], shared: Iterable[int] = ()) -> CacheGeom
             for index, window in enumerate(windows)
         )
     )
-
-
-def numbers(array: mx.array) -> np.ndarray:
-    return np.array(array.astype(mx.float32))
-
-
-def raw(array: mx.array | None) -> tuple[Any, ...] | None:
-    """Shape, dtype and bytes of an array."""
-    if array is None:
-        return None
-    return tuple(array.shape), str(array.dtype), numbers(array).tobytes()
-
-
-def visible_rows(mask: Mask, query: int, queries: int, rows: int) -> np.ndarray:
-    """Which of `rows` the query may see, as attention reads the mask."""
-    if mask is None:
-        return np.ones(rows, bool)
-    if isinstance(mask, str):
-        assert mask == "causal"
-        return np.arange(rows) <= rows - queries + query
-    assert mask.dtype == mx.bool_
-    assert mask.shape == (queries, rows), f"mask {mask.shape} for {queries} queries, {rows} rows"
-    return np.array(mask)[query]
 
 
 def attention(query: np.ndarray, rows: Sequence[Row]) -> np.ndarray:

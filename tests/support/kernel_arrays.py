@@ -8,6 +8,8 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.support.arrays import bits
+
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 LAYOUTS = ("contiguous", "transposed", "offset", "reversed", "broadcast")
 
@@ -41,12 +43,6 @@ def random_array(seed: int, shape: tuple[int, ...], dtype: mx.Dtype, layout: str
     assert array.shape == shape
     mx.eval(array)
     return array
-
-
-def bits(array: mx.array) -> np.ndarray:
-    """The stored bits, as unsigned integers of the element's size."""
-    unsigned = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[array.dtype.size]
-    return np.array(array.view(unsigned))
 
 
 def assert_same_bits(got: mx.array, wanted: mx.array | np.ndarray, what: str) -> None:

@@ -24,8 +24,7 @@ from mlx_kvcache.errors import (
     UpdateDtypeError,
     UpdateShapeError,
 )
-
-from .driver import HEADS, KEY_DIM, SCALE, VALUE_DIM, Driver
+from tests.support.many_sequences_driver import HEADS, KEY_DIM, SCALE, VALUE_DIM, Driver
 
 Spans = list[tuple[int, int]]
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.errors import CapacityError, RewindError
-
-from .driver import Driver
+from tests.support.many_sequences_driver import Driver
 
 
 def run_schedule(driver: Driver[Any], operations: int, seed: int) -> Counter[str]:

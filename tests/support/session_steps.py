@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kvcache import MLXSequenceCache
-
-from .fakes import GEOMETRY
+from tests.support.plain_cache import GEOMETRY
 
 
 def write(cache: MLXSequenceCache, value: float, tokens: int = 1) -> None:

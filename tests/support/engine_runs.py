@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step
 from mlx_kvcache import make_prompt_cache
 from mlx_kvcache.engine import Engine, Request
 from mlx_kvcache.integrations.sampling import Sampling
-from tests.families.build import all_families, build
+from tests.support.tiny_models import all_families, build
 
 KINDS = ("cell", "batched")
 

@@ -6,8 +6,7 @@ import mlx.core as mx
 
 from mlx_kvcache.store import metal
 from mlx_kvcache.store.metal import Launch
-
-from .arrays import DTYPES
+from tests.support.kernel_arrays import DTYPES
 
 #: A head dim that is moved in wide packs, and one that is not.
 DIMS = (16, 9)

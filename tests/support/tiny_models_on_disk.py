@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tests.families.build import all_families, build
+from tests.support.tiny_models import all_families, build
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -20,6 +20,23 @@ CHAT_TEMPLATE = (
     "{{ raise_exception('no such system prompt') }}{% endif %}"
     "w{{ 90 if message.role == 'user' else 91 }} {{ message.content }} "
     "{% endfor %}w92"
+)
+
+#: `w94` opens each message and `w95` ends it: here that is also the token that ends an answer.
+TEMPLATE = (
+    "{{ bos_token }} "
+    "{% for message in messages %}"
+    "{% if message.role != 'assistant' and message.content == 'w9' %}"
+    "{{ raise_exception('not that') }}{% endif %}"
+    "w94 w{{ {'system': 91, 'user': 92, 'assistant': 93}[message.role] }} "
+    "{{ message.content }} w95 "
+    "{% endfor %}{% if add_generation_prompt %}w94 w93{% endif %}"
+)
+#: Writes each earlier answer without its first word, as some templates do with reasoning.
+FORGETFUL = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{{ message.content.split(' ')[1:] | join(' ') if message.role == 'assistant' "
+    "else message.content }}",
 )
 
 
@@ -57,4 +74,23 @@ def write_model(
     if chat:
         wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(directory)
+    return directory
+
+
+def write_chat_model(
+    directory: Path,
+    family: str = "llama",
+    template: str | None = TEMPLATE,
+    changes: Mapping[str, Any] | None = None,
+) -> Path:
+    """A tiny model whose tokenizer puts BOS before a text, with a chat template or without."""
+    write_model(directory, family, changes)
+    path = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.save(str(path))
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
     return directory

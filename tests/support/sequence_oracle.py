@@ -23,6 +23,7 @@ from mlx_kvcache.errors import GeometryError, PositionError, RewindError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 from mlx_kvcache.integrations.mlx_lm import MLXLMLayer
+from tests.support.arrays import numbers, raw, visible_rows
 
 FORMS = ("array", "integer")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -44,26 +45,12 @@ def simple_geometry(*windows: int, **changes: Any) -> CacheGeometry:
     )
 
 
-def numbers(array: mx.array) -> np.ndarray:
-    """The numbers of an array as float32, which holds those of every storage dtype exactly."""
-    return np.array(array.astype(mx.float32))
-
-
 def rounded(array: np.ndarray, *dtypes: mx.Dtype) -> np.ndarray:
     """The numbers after passing through these dtypes."""
     through = mx.array(array)
     for dtype in dtypes:
         through = through.astype(dtype)
     return numbers(through)
-
-
-def raw(array: mx.array | None) -> tuple[Any, ...] | None:
-    """Shape, dtype and bytes of an array."""
-    if array is None:
-        return None
-    words = array.view(mx.uint16) if array.dtype.size == 2 else array
-    contents = np.array(words).tobytes() if array.size else b""
-    return tuple(array.shape), str(array.dtype), contents
 
 
 def observe(cache: MLXSequenceCache) -> tuple[Any, ...]:
@@ -141,18 +128,6 @@ def row_bytes(keys: np.ndarray, values: np.ndarray) -> list[bytes]:
     count = keys.shape[2]
     parts = [np.moveaxis(part, 2, 0).reshape(count, -1) for part in (keys, values)]
     return [row.tobytes() for row in np.concatenate(parts, axis=1)]
-
-
-def visible(mask: Mask, query: int, queries: int, rows: int) -> np.ndarray:
-    """Which of `rows` the query may see, as attention reads the mask."""
-    if mask is None:
-        return np.ones(rows, bool)
-    if isinstance(mask, str):
-        assert mask == "causal"
-        return np.arange(rows) <= rows - queries + query
-    assert mask.dtype == mx.bool_
-    assert mask.shape == (queries, rows), f"mask {mask.shape} for {queries} queries, {rows} rows"
-    return np.array(mask)[query]
 
 
 class Session:
@@ -288,7 +263,7 @@ class Session:
         window: int | None,
     ) -> None:
         for query in range(count):
-            chosen = visible(mask, query, count, len(rows))
+            chosen = visible_rows(mask, query, count, len(rows))
             got = sorted(row for row, seen in zip(rows, chosen, strict=True) if seen)
             end = position + query + 1
             first = self._first(layer, end - 1, window or 0)

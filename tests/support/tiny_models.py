@@ -64,9 +64,9 @@ def build(module_name: str, config: Mapping[str, Any], seed: int = 0) -> nn.Modu
 
 def all_families() -> dict[str, dict[str, Any]]:
     """The config of every family, by the name of its mlx-lm module."""
-    from . import configs_a_to_h, configs_i_to_z
+    from tests.support import family_configs_a_to_h, family_configs_i_to_z
 
-    return {**configs_a_to_h.CONFIGS, **configs_i_to_z.CONFIGS}
+    return {**family_configs_a_to_h.CONFIGS, **family_configs_i_to_z.CONFIGS}
 
 
 def vocab_size(config_or_model: Mapping[str, Any] | nn.Module) -> int:

@@ -1,0 +1,1 @@
+"""What several tests share: oracles, drivers, tiny models and writers of files."""
