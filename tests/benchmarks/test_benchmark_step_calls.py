@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import run_app
 from step_calls import CASES, PACKAGE, app, calls_of, count
 
 from mlx_kvcache import CacheGeometry, LayerGeometry, LayerPolicy
+from tests.support.command_lines import run_app
 
 #: The most files and calls of a step over two layers.
 LIMITS = {

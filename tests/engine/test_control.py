@@ -13,9 +13,8 @@ from mlx_kvcache.control.protocols import SharedControl, StepBackend
 from mlx_kvcache.control.registry import REGISTRY
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import NonFiniteError, SessionError
-
-from .running import KINDS, alone, prompts_of, run, tiny
-from .test_failures import POISON, clean, poisoned
+from tests.engine.test_failures import POISON, clean, poisoned
+from tests.support.engine_runs import KINDS, alone, prompts_of, run, tiny
 
 COUNT = 6
 

@@ -8,8 +8,7 @@ import pytest
 
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import CapacityError
-
-from .running import alone, prompts_of, run, tiny
+from tests.support.engine_runs import alone, prompts_of, run, tiny
 
 COUNT = 6
 

@@ -17,8 +17,7 @@ from mlx_kvcache.engine.admission import Admission
 from mlx_kvcache.errors import RewindError
 from mlx_kvcache.integrations.attention import ATTENTION, FlatModel
 from mlx_kvcache.integrations.sampling import Sampling
-
-from .running import KINDS, alone, prompts_of, tiny
+from tests.support.engine_runs import KINDS, alone, prompts_of, tiny
 
 PACKAGE = Path(mlx_kvcache.engine.__file__).parents[1]
 FILES = {str(path) for path in (PACKAGE / "engine").glob("*.py")}
