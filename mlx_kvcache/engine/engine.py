@@ -94,12 +94,12 @@ class Engine:
         self.cache_kind = kind
         self.max_active = max_active
         self._owner = CacheSession(flat_model.geometry, config, kind=kind).open()
-        self.cache = shared_cache(self._owner.cache)
+        self.cache = shared_cache(self._owner)
         self._sessions = Sessions(self.cache)
         self._admission = Admission(
             self._scheduler, self._sessions, min(max_context or capacity, capacity)
         )
-        self._passes = Passes(flat_model, self.cache)
+        self._passes = Passes(flat_model, self._sessions)
         self._numbers = 0
         self._events: list[Event] = []
         self._to_cancel: deque[Request] = deque()
@@ -226,9 +226,9 @@ class Engine:
         )  # fmt: skip
         self._numbers += 1
         self._metrics.submitted += 1
+        self._scheduler.add(request)
         if session is not None:
             session.request = request
-        self._scheduler.add(request)
         self._is_whole = True
         return request
 
@@ -267,9 +267,10 @@ class Engine:
 
     def compact(self) -> None:
         """Move the rows of cells together and give spare memory back. Copies what is held."""
+        if not self._is_whole:
+            self._mend()
         self._observe()
-        if self._sessions.share_rows:
-            self.cache.defragment()  # type: ignore[attr-defined]
+        self._sessions.defragment()
         mx.clear_cache()
 
     def _begin(self) -> None:
@@ -310,6 +311,9 @@ class Engine:
         """Put right what an interrupted verb has left: what was decided is carried out."""
         self._settle(self._decided)
         self._sessions.sweep()
+        for request in self.waiting:
+            if request.session is not None:
+                request.session.request = request
         read = []
         for request in self.active:
             assert request.session is not None, "a request that runs has a session"
@@ -324,6 +328,7 @@ class Engine:
             if not unread and not request.max_tokens:
                 read.append(ended(request, LENGTH))
         self._settle(read)
+        self._is_whole = True
 
     def _admit(self) -> None:
         while self._scheduler.waiting:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_kvcache.engine.requests import FAILED, LENGTH, STOP, Event, Outcome, Request, ended
-from mlx_kvcache.engine.sessions import SharedCache, shares_rows
+from mlx_kvcache.engine.sessions import Sessions
 from mlx_kvcache.errors import ConfigError, NonFiniteError, RewindError
 from mlx_kvcache.integrations.attention import FlatModel
 from mlx_kvcache.integrations.sampling import RandomState, Sampler, greedy
@@ -44,9 +44,10 @@ class Passes:
     rows runs alone. What finite rows computed is right, since a NaN that reached them would show.
     """
 
-    def __init__(self, model: FlatModel, cache: SharedCache) -> None:
+    def __init__(self, model: FlatModel, sessions: Sessions) -> None:
         self._model = model
-        self._cache = cache
+        self._sessions = sessions
+        self._cache = sessions.cache
 
     def read(self, chunks: Sequence[tuple[Request, int]]) -> list[Exception | None]:
         """Read so many tokens of each prompt on, and answer what failed it. Raises as `run`."""
@@ -93,16 +94,17 @@ class Passes:
         A failed row's sequence stands where it stood, unless a ring was overwritten. Raises only
         `KeyboardInterrupt` and the like.
         """
+        raised = False
         try:
             results = self._attempt(rows, with_logits)
         except Exception as error:
-            return self._one_by_one(rows, with_logits, error)
+            raised, results = True, [Result(error=error)] * len(rows)
         except BaseException:
             self._take_back(rows)
             raise
         for result in results:
             if result.error is not None:
-                return self._repeated(rows, with_logits, results)
+                return self._apart(rows, with_logits, results, raised)
         return results
 
     def _attempt(self, rows: Sequence[Row], with_logits: bool) -> list[Result]:
@@ -136,25 +138,15 @@ class Passes:
             first = end
         return results
 
-    def _one_by_one(self, rows: Sequence[Row], with_logits: bool, error: Exception) -> list[Result]:
-        """The results of rows for whose pass `error` was raised."""
-        lost = self._take_back(rows)
-        if len(rows) == 1:
-            return [Result(error=error)]
-        return [
-            Result(error=error) if row in lost else self.run([row], with_logits)[0] for row in rows
-        ]
-
-    def _repeated(
-        self, rows: Sequence[Row], with_logits: bool, results: list[Result]
+    def _apart(
+        self, rows: Sequence[Row], with_logits: bool, results: list[Result], raised: bool
     ) -> list[Result]:
-        """The results once those that are not finite were run alone, where that may help."""
+        """The results once those that failed were run alone, where that may help."""
         bad = [row for row, result in zip(rows, results, strict=True) if result.error is not None]
         lost = self._take_back(bad)
-        if not shares_rows(self._cache):
-            return results
-        self._cache.defragment()  # type: ignore[attr-defined]
-        if len(rows) == 1:
+        if not raised:
+            self._sessions.defragment()
+        if len(rows) == 1 or not (raised or self._sessions.share_rows):
             return results
         return [
             self.run([row], with_logits)[0] if row in bad and row not in lost else result

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mlx_kvcache.control.history import TokenHistory
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.checks import is_integer
 from mlx_kvcache.facts.config import MAX_CAPACITY
 from mlx_kvcache.integrations.sampling import RandomState, Sampler, Sampling
 
@@ -155,7 +156,7 @@ def check_prompt(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
     """The token ids of a prompt. Raises `ConfigError`."""
     tokens = tuple(prompt)
     for index, token in enumerate(tokens):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+        if not is_integer(token, 0, vocabulary - 1):
             raise ConfigError(
                 f"token {index} of the prompt is {token!r}; the model's token ids are integers "
                 f"from 0 to {vocabulary - 1}"
@@ -165,14 +166,13 @@ def check_prompt(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
 
 def check_max_tokens(max_tokens: object) -> None:
     """Raise `ConfigError` unless this is a number of tokens."""
-    is_integer = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
-    if not is_integer or not 0 <= max_tokens <= MAX_CAPACITY:  # type: ignore[operator]
+    if not is_integer(max_tokens, 0, MAX_CAPACITY):
         raise ConfigError(f"max_tokens must be an integer >= 0, got {max_tokens!r}")
 
 
 def check_stop(stop: Sequence[int]) -> frozenset[int]:
     """The stop ids as a set. Raises `ConfigError`."""
     for token in stop:
-        if isinstance(token, bool) or not isinstance(token, int):
+        if not is_integer(token):
             raise ConfigError(f"stop ids must be integers, got {token!r}")
     return frozenset(stop)

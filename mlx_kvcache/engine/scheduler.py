@@ -10,6 +10,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.checks import is_integer
 
 #: A request, or whatever stands for one: its equality is its identity.
 Key = TypeVar("Key")
@@ -29,8 +30,9 @@ class Scheduler(Generic[Key]):
     """
 
     def __init__(self, step_tokens: int, max_active: int) -> None:
-        _check_positive("step_tokens", step_tokens)
-        _check_positive("max_active", max_active)
+        for name, value in (("step_tokens", step_tokens), ("max_active", max_active)):
+            if not is_integer(value, 1):
+                raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
         if max_active > step_tokens:
             raise ConfigError(
                 f"{max_active} requests at once (max_active) need as many tokens in a step, but a "
@@ -94,8 +96,3 @@ class Scheduler(Generic[Key]):
 
     def _sort(self) -> None:
         self.decodes = tuple(request for request, unread in self.unread.items() if not unread)
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")

@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 from mlx_kvcache.control.history import TokenHistory
 from mlx_kvcache.control.protocols import SharedControl, StepBackend
+from mlx_kvcache.control.registry import CacheSession
 from mlx_kvcache.engine.requests import Host, Session
 from mlx_kvcache.errors import FaceError, SessionError
 
@@ -16,19 +17,16 @@ class SharedCache(SharedControl, StepBackend, Protocol):
     """A cache of many sequences over which a model runs in steps."""
 
 
-def shared_cache(cache: object) -> SharedCache:
-    """The cache, if it is one. Raises `FaceError`."""
+def shared_cache(owner: CacheSession) -> SharedCache:
+    """The cache of a session of the registry, which is closed for another. Raises `FaceError`."""
+    cache = owner.cache
     if not isinstance(cache, SharedCache):
+        owner.close()
         raise FaceError(
             f"an engine needs a cache that many sequences share, not a {type(cache).__name__}; "
             'take the kind "cell" or "batched"'
         )
     return cache
-
-
-def shares_rows(cache: SharedCache) -> bool:
-    """Whether forks share rows: then `defragment` moves them together, and parts bad from good."""
-    return getattr(cache, "shares_rows", False)
 
 
 class Sequence:
@@ -50,16 +48,15 @@ class Sequence:
 
 
 class Sessions:
-    """Sessions over one cache, whose sequences are theirs alone. Holds none of them."""
+    """Sessions over one cache, whose sequences are theirs alone. Holds none of them.
+
+    share_rows: whether a fork copies none.
+    """
 
     def __init__(self, cache: SharedCache) -> None:
         self.cache = cache
+        self.share_rows: bool = getattr(cache, "shares_rows", False)
         self._live: WeakSet[Session] = WeakSet()
-
-    @property
-    def share_rows(self) -> bool:
-        """Whether a fork shares rows and copies none."""
-        return shares_rows(self.cache)
 
     @property
     def shared(self) -> int:
@@ -85,9 +82,14 @@ class Sessions:
             self.cache.remove(sequence)
 
     def forget_all(self) -> None:
-        """Close every session."""
+        """Give back what all sessions hold."""
         for session in tuple(self._live):
             self.forget(session)
+
+    def defragment(self) -> None:
+        """Where rows are shared, move them together: what no session holds is dropped."""
+        if self.share_rows:
+            self.cache.defragment()  # type: ignore[attr-defined]
 
     def sweep(self) -> None:
         """Remove the sequences of which no session is left: a verb was interrupted."""

@@ -65,7 +65,6 @@ class _Layer:
         if self.index in step.rows:
             raise UnsupportedModelError(f"cache layer {self.index} is updated twice in a step")
         step.rows[self.index] = keys, values
-        step.newest = self.index
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -78,13 +77,12 @@ class _Layer:
 
 
 class _Step:
-    """The arrays of one forward pass, until each layer is attended. newest: the last updated."""
+    """The arrays of one forward pass, until each layer is attended."""
 
     def __init__(self, cache: StepBackend) -> None:
         self.cache = cache
         self.positions = cache.step_positions()
         self.rows: dict[int, tuple[mx.array, mx.array]] = {}
-        self.newest = -1
         self.attended: dict[int, int] = {}
         self.windows: dict[int, int] = {}
 
@@ -97,10 +95,14 @@ class _Step:
         mask: Any,
         sinks: mx.array | None,
     ) -> mx.array:
-        layer = self.newest
-        own = self.rows.get(layer)
-        if own is None or own[0] is not keys or own[1] is not values:
-            layer = self._layer_of(keys, values)
+        for layer in reversed(self.rows):
+            if self.rows[layer][0] is keys and self.rows[layer][1] is values:
+                break
+        else:
+            raise UnsupportedModelError(
+                "attention is called with other keys and values than a cache layer was updated "
+                "with (as in latent attention)"
+            )
         if isinstance(mask, _Mask):
             self.windows[layer] = mask.window
         elif mask is not None:
@@ -116,25 +118,6 @@ class _Step:
             answer = self.cache.attend(layer, queries, *rows, scale, sinks)
         self.attended[layer] = calls + 1
         return answer.transpose(2, 1, 0, 3)
-
-    def _layer_of(self, keys: mx.array, values: mx.array) -> int:
-        for layer, own in self.rows.items():
-            if own[0] is keys and own[1] is values:
-                return layer
-        raise UnsupportedModelError(
-            "attention is called with other keys and values than a cache layer was updated with "
-            "(as in latent attention)"
-        )
-
-    def refuse(self, layers: int) -> None:
-        """Raise `UnsupportedModelError` for a layer that was not updated, or not attended."""
-        for layer in range(layers):
-            if layer not in self.rows:
-                raise UnsupportedModelError(f"cache layer {layer} was not updated")
-            if layer not in self.attended:
-                raise UnsupportedModelError(
-                    f"cache layer {layer} was updated but its attention went past {ATTENTION}"
-                )
 
 
 class FlatModel:
@@ -174,7 +157,7 @@ class FlatModel:
         and what the cache raises.
         """
         step, logits = self._run(cache, tokens)
-        values = step.rows[step.newest][1]
+        values = step.rows[next(reversed(step.rows))][1]
         # The layers hold on to the step, which must not keep its rows alive.
         step.rows.clear()
         return logits[:, -1, :], mx.isfinite(values.astype(mx.float32).sum(axis=(1, 2, 3)))
@@ -191,7 +174,10 @@ class FlatModel:
             _running.set(None)
             _restore_attention(self._modules, self)
         if len(step.attended) < len(self._layers):
-            step.refuse(len(self._layers))
+            others = sorted(set(range(len(self._layers))).difference(step.attended))
+            raise UnsupportedModelError(
+                f"cache layers {others} were not updated, or their attention went past {ATTENTION}"
+            )
         return step, logits
 
     def _probed(self, traced: TracedGeometry) -> tuple[CacheGeometry, int]:

@@ -14,8 +14,9 @@ from tests.support.command_lines import run_app
 
 #: The most files and calls of a step over two layers.
 LIMITS = {
-    "drop-in, a decode step": (4, 13),
-    "drop-in, a decode step of a wrapped ring": (4, 13),
+    "drop-in, a decode step": (4, 16),
+    "drop-in, a decode step of a wrapped ring": (4, 14),
+    "engine, a decode step (cell)": (11, 143),
 }
 
 
@@ -25,7 +26,8 @@ def test_a_call_is_counted_where_its_code_lies() -> None:
         LayerPolicy.from_window(0)
 
     calls = calls_of(two_policies)
-    assert set(calls) == {"facts/geometry.py"}
+    assert "facts/geometry.py" in calls
+    assert {file.split("/")[0] for file in calls} == {"facts"}
     assert calls.total() > calls_of(lambda: LayerPolicy.from_window(3)).total() > 0
     assert (PACKAGE / "facts/geometry.py").is_file()
     assert not calls_of(lambda: len([CacheGeometry, LayerGeometry]))
