@@ -115,8 +115,8 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request runs or waits, and no interrupted step is to be mended."""
-        return not self._scheduler.unread and not self._scheduler.waiting and self._is_whole
+        """Whether no request runs or waits, nor is its end yet to be told."""
+        return not (self._scheduler.unread or self._scheduler.waiting or self._decided)
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -181,6 +181,7 @@ class Engine:
         """
         if not self._is_whole:
             self._mend()
+        self._is_whole = False
         self._settle([ended(request, CANCELLED) for request in (*self.active, *self.waiting)])
         self._sessions.forget_all()
         self._owner.close()
@@ -262,7 +263,12 @@ class Engine:
         self._events = [event for event in self._events if event.request is not request]
 
     def cancel(self, request: Request) -> None:
-        """End a request at the next step; may be called from any thread, and more than once."""
+        """End a request at the next step; may be called from any thread, and more than once.
+
+        Raises `SessionError` for a request of another engine.
+        """
+        if request.host is not self:
+            raise SessionError("the request belongs to another engine")
         self._to_cancel.append(request)
 
     def compact(self) -> None:

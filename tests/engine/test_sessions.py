@@ -213,6 +213,10 @@ def test_what_cannot_be_is_refused_and_changes_nothing(kind):
     for session, error in ((closed, SessionError), (other, SessionError)):
         with pytest.raises(error):
             engine.fork(session)
+    with pytest.raises(SessionError):
+        engine.cancel(other.submit([1], max_tokens=1))
+    with pytest.raises(RewindError):
+        engine.fork(idle, up_to=1)
     assert snapshot(engine) == before
     accepted = engine.submit(**good)
     run(engine)
