@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import isfinite
 from typing import Generic, TypeVar
 
 import mlx.core as mx
@@ -243,7 +244,7 @@ class SharedAttention(ABC, Generic[Layout]):
         self, layer: int, keys: mx.array, values: mx.array, positions: Positions | None
     ) -> DeclaredStep:
         self._check_layer(layer)
-        step = self.layout.next_placement()
+        step = self.layout.placed or self.layout.next_placement()
         if positions is not None:
             self.layout.check_positions(step, positions_of(positions, step.tokens))
         geometry = self.geometry.layers[layer]
@@ -292,4 +293,8 @@ class SharedAttention(ABC, Generic[Layout]):
             raise AttentionError(f"queries must be floating-point, got {queries.dtype}")
         if not geometry.value_dim:
             raise AttentionError(f"cache layer {layer} keeps no values to attend to")
-        check_options(shape[1], options)
+        # By far the usual options need no call to be found right.
+        scale, sinks, softcap, out_dtype = options
+        plain = sinks is softcap is out_dtype is None
+        if not plain or type(scale) is not float or not isfinite(scale):
+            check_options(shape[1], options)

@@ -181,8 +181,9 @@ class MLXCellCache(MLXSharedCache[CellLayout]):
 
     def _begin_step(self, step: DeclaredStep) -> None:
         layout = self.layout
-        if layout.used_end > self._cells:
-            self._cells = grown_rows(self._cells, layout.used_end, layout.capacity)
+        end = layout.used_end
+        if end > self._cells:
+            self._cells = grown_rows(self._cells, end, layout.capacity)
         self._running = CellStep(layout, step, self._array_start)
 
     def _end_step(self) -> None:
@@ -204,22 +205,25 @@ class MLXCellCache(MLXSharedCache[CellLayout]):
             )
         elif store.keys.shape[2] < rows:
             store.grow(rows)
-        store.write(self._step_of_layers().placement, keys, values)
+        assert self._running is not None, "a step is placed before a layer is written"
+        store.write(self._running.placement, keys, values)
 
     def _attend(self, layer: int, queries: mx.array, options: AttendOptions) -> mx.array:
-        read = self._step_of_layers().read(self.geometry.layers[layer].policy.window)
+        read = self._read(layer)
         return attend_view(queries, self._stores[layer].read((read.run,)), read.mask, options)
 
     def _single_answer(self, layer: int) -> KeysValues:
-        read = self._step_of_layers().read(self.geometry.layers[layer].policy.window)
-        return self._stores[layer].read((read.run,)).dense()
+        return self._stores[layer].read((self._read(layer).run,)).dense()
 
     def _mask(self, layer: int) -> Mask:
-        return self._step_of_layers().read(self.geometry.layers[layer].policy.window).mask
+        return self._read(layer).mask
 
-    def _step_of_layers(self) -> CellStep:
-        assert self._running is not None, "a step is placed before a layer is written or asked"
-        return self._running
+    def _read(self, layer: int) -> CellRead:
+        """What the layers with this layer's window read: made by the first of them."""
+        running = self._running
+        assert running is not None, "a step is placed before a layer is asked"
+        window = self.geometry.layers[layer].policy.window
+        return running.reads.get(window) or running.read(window)
 
 
 class CellRead(NamedTuple):
@@ -242,7 +246,7 @@ class CellStep:
     def __init__(self, layout: CellLayout, step: DeclaredStep, array_start: bool) -> None:
         self._layout = layout
         self._step = step
-        self._reads: dict[int, CellRead] = {}
+        self.reads: dict[int, CellRead] = {}
         self._queries: mx.array | None = None
         runs = runs_of_cells(layout.placed_cells)
         if len(runs) > 1 and len(runs) * ROWS_WORTH_A_RUN > step.tokens:
@@ -253,10 +257,9 @@ class CellStep:
 
     def read(self, window: int) -> CellRead:
         """What the layers with this window read, 0 for those that see every position."""
-        found = self._reads.get(window)
-        if found is None:
-            found = self._reads[window] = self._contiguous(window) or self._masked(window)
-        return found
+        if window not in self.reads:
+            self.reads[window] = self._contiguous(window) or self._masked(window)
+        return self.reads[window]
 
     def _contiguous(self, window: int) -> CellRead | None:
         """The view of one sequence whose visible positions lie in consecutive cells, in order.
@@ -271,7 +274,7 @@ class CellStep:
         if not self._layout.is_contiguous(sequence, first):
             return None
         rows = position + step.tokens - first
-        run = Run(self._layout.cells(sequence)[first], rows)
+        run = Run(self._layout.members[sequence].cells[first], rows)
         if step.tokens == 1:
             return CellRead(run, None)
         if not window or rows <= window:
@@ -280,12 +283,12 @@ class CellStep:
 
     def _masked(self, window: int) -> CellRead:
         """What any step reads: a mask from the positions that the cells hold for each query."""
-        visible = []
+        members, visible = self._layout.members, []
         begin, end = NOT_OWNED, 0
         for sequence, start in self._step.starts.items():
             first = max(0, start - window + 1) if window else 0
             # A copy: an array that lends its buffer cannot be appended to.
-            cells = np.array(memoryview(self._layout.cells(sequence))[first:], np.int32)
+            cells = np.array(memoryview(members[sequence].cells)[first:], np.int32)
             begin, end = min(begin, int(cells.min())), max(end, int(cells.max()) + 1)
             visible.append((first, cells))
         table = np.full((len(visible), end - begin), NOT_OWNED, np.int32)

@@ -10,11 +10,12 @@ from typing import Any
 from mlx.nn.layers.base import Module
 
 from mlx_kvcache.chat.generation import Progress
-from mlx_kvcache.chat.script import chat_script, spell
+from mlx_kvcache.chat.text import chat_script, spell
 from mlx_kvcache.chat.token_cache import TokenCache
+from mlx_kvcache.control.history import TokenHistory, common_prefix
 from mlx_kvcache.errors import CapacityError, ConfigError, RewindError
 from mlx_kvcache.integrations.mlx_lm import PromptCache, default_prefill_step
-from mlx_kvcache.integrations.sampling import Sampling
+from mlx_kvcache.integrations.sampling import Sampling, sampler_of
 
 Notice = Callable[[str], None]
 
@@ -56,8 +57,8 @@ class ChatOptions:
 class Conversation:
     """Turns over one cache. Only the new tokens of a turn are fed to the model.
 
-    `tokens` is the conversation as the model reads it. The cache holds a prefix of it: between
-    turns all of it, unless a turn was broken off where the cache could not go back; then the next
+    `history` is the conversation as the model reads it, over the cache. Between turns the cache
+    holds all of it, unless a turn was broken off where the cache could not go back; then the next
     turn feeds the rest too. What raises has changed nothing.
 
     cache: an empty `make_prompt_cache(model)`. Raises `ConfigError` for a system prompt that the
@@ -71,21 +72,26 @@ class Conversation:
         cache: PromptCache,
         options: ChatOptions | None = None,
     ) -> None:
-        from mlx_lm.sample_utils import make_sampler
-
         self.options = options = ChatOptions() if options is None else options
         self.tokenizer = tokenizer
-        self.tokens: list[int] = []
         self.on_progress: Progress | None = None
         self.on_notice: Notice | None = None
         self._turns: list[Turn] = []
         self._script = chat_script(tokenizer, options.system, options.raw)
-        self._sampler = make_sampler(options.sampling.temp, options.sampling.top_p)
+        self._sampler = sampler_of(options.sampling)
         self._prefill_step = options.prefill_step or default_prefill_step()
         self._stopping = False
         self._answering = False
+        # The tokens before a turn, for as long as its answer has not begun.
+        self._before: list[int] | None = None
         self._running: Generator[str, None, None] | None = None
         self.cached = TokenCache(model, cache)
+        self.history = TokenHistory(self.cached)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The conversation as the model reads it."""
+        return self.history.tokens
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -100,7 +106,7 @@ class Conversation:
     def answer_text(self, turn: Turn) -> str:
         """What the model said in a turn, without the token that ends an answer."""
         tokens = turn.answer
-        if tokens and tokens[-1] in self._script.end_tokens:
+        if tokens and tokens[-1] in self._script.stop_tokens:
             tokens = tokens[:-1]
         text = spell(self.tokenizer, tokens)
         # The first bytes of a character whose others never came.
@@ -142,7 +148,7 @@ class Conversation:
         if not self._turns:
             raise RewindError("there is no turn to undo; the conversation is empty")
         turn = self._turns[-1]
-        self._rewind(turn.start)
+        self.history.rewind(turn.start)
         self._turns.pop()
         return turn
 
@@ -155,8 +161,10 @@ class Conversation:
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"the number of tokens to drop must be at least 1, got {count!r}")
-        old, position = self.tokens, max(0, len(self.tokens) - count)
-        self._rewind(position)
+        self._settle()
+        old = list(self.tokens)
+        position = max(0, len(old) - count)
+        self.history.rewind(position)
         ends = [*(turn.start for turn in self._turns[1:]), len(old)]
         self._turns = [
             turn if end <= position else self._cut(turn, old, position)
@@ -167,18 +175,16 @@ class Conversation:
     def reset(self) -> None:
         """Forget all turns; the cache keeps its memory for the next ones."""
         self._settle()
-        self.cached.settle(0)
-        self.tokens = []
+        self.history.become([])
         self._turns = []
 
     def fork(self) -> Conversation:
         """A copy that goes its own way; the caches share memory until one of them is written."""
         self._settle()
         twin = copy.copy(self)
-        twin.tokens = list(self.tokens)
         twin._turns = list(self._turns)
-        twin._running = None
         twin.cached = self.cached.fork()
+        twin.history = self.history.fork(twin.cached)
         return twin
 
     def close(self) -> None:
@@ -192,46 +198,43 @@ class Conversation:
             with wired_limit(self.cached.model):
                 self._prefill(target, same, turns)
                 if not self._stopping:
-                    yield from self._answer(target, turns)
+                    yield from self._answer(len(target), turns)
         finally:
             self._align()
 
     def _prefill(self, target: list[int], same: int, turns: list[Turn]) -> None:
         """Feed all of `target` but its last token, unless stopped."""
-        cached = self.cached
-        wanted = min(same, len(cached.held), len(target) - 1)
-        done = cached.settle(wanted)
+        wanted = min(self.history.shared(target), len(target) - 1)
+        self._before = self.tokens
+        total = len(self.history.continue_as(target))
+        done = len(target) - total
         if done < wanted:
             self._notify(
                 f"the conversation reads otherwise than before from token {same} on, and the "
-                f"cache can go back to {done} only; reading {len(target) - done} tokens from there"
+                f"cache can go back to {done} only; reading {total} tokens from there"
             )
         starts = [turn.start for turn in turns]
-        cached.mark(starts)
-        total = len(target) - done
+        self.cached.mark(starts)
         # A step that ends where a turn starts leaves a state there to come back to.
-        breaks = starts if cached.states.exist else []
+        breaks = starts if self.cached.states.exist else []
         for start, stop in spans(done, len(target) - 1, self._prefill_step, breaks):
             self._report(start - done, total)
             if self._stopping:
                 return
-            cached.feed(target[start:stop])
+            self.cached.feed(target[start:stop])
         self._report(total, total)
 
-    def _answer(self, target: list[int], turns: list[Turn]) -> Iterator[str]:
-        budget = min(self.options.max_tokens, self.capacity - len(target))
+    def _answer(self, start: int, turns: list[Turn]) -> Iterator[str]:
+        budget = min(self.options.max_tokens, self.capacity - start)
         full = "length" if budget == self.options.max_tokens else "capacity"
         detokenizer = self.tokenizer.detokenizer
         end = "interrupted"
-        tokens = self.cached.generate(target[-1], budget, self._sampler)
+        tokens = self.cached.generate(self.tokens[-1], budget, self._sampler)
         for number, token in enumerate(tokens, 1):
+            self.tokens.append(token)
             if number == 1:
-                self._answering = True
-                self._turns = turns
-                self.tokens = [*target, token]
-            else:
-                self.tokens.append(token)
-            if token in self._script.end_tokens:
+                self._turns, self._before, self._answering = turns, None, True
+            if token in self._script.stop_tokens:
                 end = "stop"
                 break
             detokenizer.add_token(token)
@@ -262,18 +265,15 @@ class Conversation:
         """Make turns, tokens and cache agree, wherever an answer was broken off."""
         if self._answering:
             self._close_turn("interrupted")
-        cached = self.cached
-        wanted = common_prefix(cached.held, self.tokens)
-        if cached.settle(wanted) < wanted:
+        target = self.tokens if self._before is None else self._before
+        wanted = self.history.shared(target)
+        self.history.become(target)
+        self._before = None
+        if self.history.held < wanted:
             self._notify(
                 f"the turn was broken off where the cache cannot go back; the next one reads "
-                f"{len(self.tokens) - len(cached.held)} tokens again"
+                f"{len(self.history.pending)} tokens again"
             )
-
-    def _rewind(self, position: int) -> None:
-        self._settle()
-        self.cached.rewind(position)
-        self.tokens = self.tokens[:position]
 
     def _cut(self, turn: Turn, tokens: Sequence[int], position: int) -> Turn:
         if position > turn.answer_start:
@@ -316,11 +316,3 @@ def spans(start: int, stop: int, size: int, breaks: Iterable[int]) -> Iterator[t
         for first in range(start, end, size):
             yield first, min(first + size, end)
         start = max(start, end)
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading tokens two sequences have in common."""
-    for count, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return count
-    return min(len(first), len(second))

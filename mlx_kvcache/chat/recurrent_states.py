@@ -10,9 +10,7 @@ import copy
 from collections.abc import Collection
 from typing import Any
 
-from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.integrations.mlx_lm import PromptCache
-from mlx_kvcache.integrations.tracing import leaves
 
 #: How many of the positions that `keep` names stay recorded; each costs one state of the model.
 MAX_KEPT = 16
@@ -27,9 +25,7 @@ class RecurrentStates:
     """
 
     def __init__(self, cache: PromptCache) -> None:
-        self._entries = [
-            leaf for entry in cache for leaf in leaves(entry) if not isinstance(leaf, SequenceLayer)
-        ]
+        self._entries = cache.recurrent
         self._records: dict[int, list[dict[str, Any]]] = {}
         self.record(0)
 

@@ -20,6 +20,7 @@ from mlx_kvcache.commands.console import (
     prepare_stdout,
     print_error,
     print_note,
+    versions,
 )
 from mlx_kvcache.commands.generate import generate
 from mlx_kvcache.commands.inspect import inspect
@@ -91,8 +92,6 @@ app.command()(op)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from mlx_kvcache.commands.versions import versions
-
         for name, version in versions().items():
             typer.echo(f"{name} {version}")
         raise typer.Exit

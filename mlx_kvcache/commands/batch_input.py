@@ -1,17 +1,68 @@
-"""The prompts of `batch`: one a line, as JSON or as plain text."""
+"""What `batch` is asked: its options, and the prompts, one a line, as JSON or as plain text."""
 
 from __future__ import annotations
 
 import json
 import sys
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from mlx_kvcache.commands.options import RunOptions
+from mlx_kvcache.commands.console import decoded
+from mlx_kvcache.commands.options import RunOptions, check_integer, flag
 from mlx_kvcache.errors import ConfigError
 
 _OPTIONS = {"max_tokens": int, "temp": float, "top_p": float, "seed": int, "system": str}
+
+
+class CacheKind(str, Enum):
+    """The cache."""
+
+    CELL = "cell"
+    BATCHED = "batched"
+
+
+@dataclass(frozen=True)
+class BatchOptions(RunOptions):
+    """How the prompts run together, beside what each of them asks for."""
+
+    capacity: Annotated[
+        int | None,
+        flag(
+            "The most positions that all sessions hold together.",
+            default="enough for the largest prompts at once",
+        ),
+    ] = None
+    sessions: Annotated[int, flag("The most prompts that are answered at once.")] = 8
+    cache: Annotated[
+        CacheKind,
+        flag(
+            "cell: one pool of rows, common beginnings held once. batched: rows of its own for "
+            "each prompt, sliding windows as real rings."
+        ),
+    ] = CacheKind.CELL
+    share_prefix: Annotated[
+        bool, flag("Read what all prompts begin with once, and fork from there.", "--share-prefix")
+    ] = False
+    prefill_budget: Annotated[
+        int | None,
+        flag(
+            "The most tokens of one step; what decoding leaves of it goes to prompts.",
+            default="2048 on a GPU, 256 on a CPU",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sessions < 1:
+            raise ConfigError(f"--sessions must be at least 1, got {self.sessions}")
+        check_integer("--prefill-budget", self.prefill_budget, 1)
+        if self.prefill_budget is not None and self.prefill_budget < self.sessions:
+            raise ConfigError(
+                f"--prefill-budget {self.prefill_budget} is less than one token for each of "
+                f"{self.sessions} sessions; raise it, or lower --sessions"
+            )
 
 
 @dataclass(frozen=True)
@@ -33,13 +84,7 @@ def read_lines(source: str | None) -> list[str]:
         raise ConfigError("there are no prompts; give a file, or pipe some into standard input")
     from_stdin = source is None or source == "-"
     data = sys.stdin.buffer.read() if from_stdin else Path(str(source)).read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{'standard input' if from_stdin else source} is not valid UTF-8 ({error.reason} at "
-            f"byte {error.start}); convert it"
-        ) from error
+    text = decoded(data, "standard input" if from_stdin else str(source))
     # Only real line ends: JSON and prose may contain the other separators of str.splitlines.
     return [line.removesuffix("\r") for line in text.split("\n")]
 

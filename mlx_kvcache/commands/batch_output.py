@@ -1,23 +1,18 @@
-"""The results of `batch`: JSON lines in input order, a progress bar, and the figures."""
+"""The results of `batch`: JSON lines in input order and the figures."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_kvcache.commands.console import stderr_console
 from mlx_kvcache.commands.figures import rate_text, size_text
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.files import replacing
 
 if TYPE_CHECKING:
     from mlx_kvcache.commands.batch_run import Batch
-    from mlx_kvcache.engine import Request
 
 
 def check_output(path: Path | None, overwrite: bool) -> None:
@@ -61,19 +56,10 @@ class InOrder:
 
 def write_file(batch: Batch, path: Path) -> None:
     """The finished results, in input order, written at once or not at all. Raises `OSError`."""
-    handle, temporary = tempfile.mkstemp(
-        dir=path.resolve().parent, prefix=f".{path.name}.", suffix=".part"
-    )
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            for index, request in enumerate(batch.requests):
-                if request.finish_reason is not None:
-                    file.write(_line(batch.facts(index)))
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for index, request in enumerate(batch.requests):
+            if request.finish_reason is not None:
+                file.write(_line(batch.facts(index)))
 
 
 def report_lines(batch: Batch) -> list[str]:
@@ -103,43 +89,5 @@ def report_lines(batch: Batch) -> list[str]:
     return [requests, cells, speed]
 
 
-@contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[Request, bool], None]]:
-    """What to call for each token; on a terminal it shows the answers done and tokens a second."""
-    console = stderr_console()
-    if not console.is_terminal:
-        yield lambda _request, _ended: None
-        return
-    import time
-
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("answering"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("answering", total=total, rate="")
-        began = time.perf_counter()
-        tokens = 0
-
-        def advance(_request: Request, ended: bool) -> None:
-            nonlocal tokens
-            tokens += 1
-            rate = tokens / max(time.perf_counter() - began, 1e-9)
-            progress.update(task, advance=int(ended), rate=rate_text(rate))
-
-        yield advance
-
-
 def _line(facts: dict[str, Any]) -> str:
     return json.dumps(facts) + "\n"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
-from mlx_kvcache import models
-from mlx_kvcache.chat.generation import prompt_tokens
-from mlx_kvcache.commands.batch_input import Prompt
-from mlx_kvcache.commands.context import position_limit
-from mlx_kvcache.commands.options import RunOptions
+from mlx_kvcache.chat.text import ChatScript, chat_script
+from mlx_kvcache.commands.batch_input import BatchOptions, Prompt
+from mlx_kvcache.commands.loading import load
+from mlx_kvcache.control.factory import BATCHED
+from mlx_kvcache.control.history import common_prefix
 from mlx_kvcache.engine import Engine, Request, Session
 from mlx_kvcache.errors import CapacityError, ConfigError
-from mlx_kvcache.facts.config import DEFAULT_SPARE, MAX_CAPACITY
-from mlx_kvcache.integrations.sampling import Sampling
-
-
-@dataclass(frozen=True)
-class BatchChoice:
-    """How the prompts run together."""
-
-    sessions: int
-    kind: str
-    step_tokens: int
-    share_prefix: bool
+from mlx_kvcache.facts.config import MAX_CAPACITY
 
 
 @dataclass
@@ -37,7 +27,6 @@ class Batch:
     requests: list[Request]
     token_counts: list[int]
     prefix: Session | None
-    prefix_tokens: int
 
     def run(self, on_event: Callable[[Request, bool], None]) -> None:
         """Answer all prompts; `on_event` is told of each token, and whether a request ended."""
@@ -72,58 +61,57 @@ class Batch:
         return text
 
 
-def prepare(prompts: Sequence[Prompt], options: RunOptions, choice: BatchChoice) -> Batch:
+def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> Batch:
     """Load the model and submit all prompts; what cannot fit is refused with its line.
 
-    Raises what `models.load` and `Engine` raise, `ConfigError` or `CapacityError`.
+    Raises what `load` and `Engine` raise, `ConfigError` or `CapacityError`.
     """
-    directory = models.resolve(options.model)
-    limit = position_limit(models.read_config(directory)) or MAX_CAPACITY
-    model, tokenizer = models.load(directory, dtype=options.dtype)
-    tokens = [_tokens(tokenizer, prompt, options.raw) for prompt in prompts]
+    loaded = load(options)
+    script = cache(partial(chat_script, loaded.tokenizer, raw=options.raw))
+    tokens = [_tokens(script, prompt) for prompt in prompts]
     needs = [
         len(ids) + prompt.options.max_tokens for ids, prompt in zip(tokens, prompts, strict=True)
     ]
-    prefix = _common(tokens) if choice.share_prefix else []
-    capacity = options.capacity
+    prefix = _common(tokens) if options.share_prefix else []
+    kind, capacity = options.cache.value, options.capacity
     if capacity is None:
-        largest = sorted(needs, reverse=True)[: choice.sessions]
+        largest = sorted(needs, reverse=True)[: options.sessions]
         capacity = min(sum(largest) + len(prefix), MAX_CAPACITY)
-    own = capacity - (len(prefix) if choice.kind == "batched" else 0)
+    limit = loaded.limit or MAX_CAPACITY
+    own = capacity - (len(prefix) if kind == BATCHED else 0)
     _check_room(prompts, tokens, min(limit, own), options)
     engine = Engine(
-        model,
+        loaded.model,
         capacity,
-        choice.kind,
-        max_active=choice.sessions,
-        step_tokens=choice.step_tokens,
+        kind,
+        max_active=options.sessions,
+        step_tokens=options.prefill_budget,
         max_context=min(limit, capacity),
         kv_dtype=options.kv_dtype,
-        spare=options.spare or DEFAULT_SPARE,
-        windows=options.windows,
+        spare=options.spare,
+        windows=options.cache_windows,
     )
     session = None
     if prefix:
         session = engine.open()
         session.submit(prefix, max_tokens=0)
-    stop = sorted(tokenizer.eos_token_ids)
     requests = [
         engine.submit(
             ids[len(prefix) :],
             max_tokens=prompt.options.max_tokens,
-            sampling=Sampling(prompt.options.temp, prompt.options.top_p, prompt.options.seed),
-            stop=stop,
+            sampling=prompt.options.sampling,
+            stop=sorted(script(prompt.options.system).stop_tokens),
             parent=session,
         )
         for ids, prompt in zip(tokens, prompts, strict=True)
     ]
     counts = [len(ids) for ids in tokens]
-    return Batch(engine, tokenizer, prompts, requests, counts, session, len(prefix))
+    return Batch(engine, loaded.tokenizer, prompts, requests, counts, session)
 
 
-def _tokens(tokenizer: Any, prompt: Prompt, raw: bool) -> list[int]:
+def _tokens(script: Callable[[str | None], ChatScript], prompt: Prompt) -> list[int]:
     try:
-        return prompt_tokens(tokenizer, prompt.text, prompt.options.system, raw)
+        return script(prompt.options.system).write([], [], prompt.text)
     except ConfigError as error:
         raise ConfigError(f"line {prompt.line}: {error}") from error
 
@@ -132,16 +120,13 @@ def _common(tokens: Sequence[list[int]]) -> list[int]:
     """What all prompts begin with; each keeps at least one token of its own."""
     if len(tokens) == 1:
         return []
-    shortest, first, last = min(map(len, tokens)), min(tokens), max(tokens)
     # What the first and the last in the order of lists have in common, all between them have.
-    common = 0
-    while common < shortest - 1 and first[common] == last[common]:
-        common += 1
-    return first[:common]
+    common = common_prefix(min(tokens), max(tokens))
+    return tokens[0][: min(common, min(map(len, tokens)) - 1)]
 
 
 def _check_room(
-    prompts: Sequence[Prompt], tokens: Sequence[list[int]], room: int, options: RunOptions
+    prompts: Sequence[Prompt], tokens: Sequence[list[int]], room: int, options: BatchOptions
 ) -> None:
     for prompt, ids in zip(prompts, tokens, strict=True):
         need = len(ids) + prompt.options.max_tokens

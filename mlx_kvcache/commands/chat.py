@@ -7,65 +7,31 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mlx_kvcache.commands.chat_input import line_history, on_terminal, read_line
-from mlx_kvcache.commands.console import INTERRUPTED, USER_ERROR, print_error, print_note
-from mlx_kvcache.commands.flags import (
-    DEFAULT_MODEL,
-    Capacity,
-    KVDtype,
-    ModelName,
-    PrefillStep,
-    Seed,
-    Spare,
-    SystemPrompt,
-    Temperature,
-    TopP,
-    WeightsDtype,
-    Windows,
-)
-from mlx_kvcache.commands.options import RunOptions, parse_windows
+from mlx_kvcache.commands.console import USER_ERROR, print_error, print_note
+from mlx_kvcache.commands.loading import load
+from mlx_kvcache.commands.options import SequenceOptions, flag, with_flags
 from mlx_kvcache.errors import KVCacheError
-from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY
 
 if TYPE_CHECKING:
     from mlx_kvcache.chat.conversation import Conversation, Turn
     from mlx_kvcache.commands.chat_commands import Room
 
-DEFAULT_MAX_TOKENS = 512
+
+@dataclass(frozen=True)
+class ChatFlags(SequenceOptions):
+    """Answers in a chat may be longer."""
+
+    max_tokens: Annotated[int, flag("The most tokens of one answer.")] = 512
 
 
-def chat(
-    model: ModelName = DEFAULT_MODEL,
-    system: SystemPrompt = None,
-    max_tokens: Annotated[
-        int, typer.Option(help="The most tokens of one answer.")
-    ] = DEFAULT_MAX_TOKENS,
-    temp: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
-    raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Continue what is typed as it is, without chat template."),
-    ] = False,
-    dtype: WeightsDtype = None,
-    capacity: Capacity = None,
-    kv_dtype: KVDtype = None,
-    initial_capacity: Annotated[
-        int | None,
-        typer.Option(
-            help="Rows with which full-attention layers start; they double from there. "
-            f"[default: {DEFAULT_INITIAL_CAPACITY}]",
-            show_default=False,
-        ),
-    ] = None,
-    spare: Spare = None,
-    windows: Windows = None,
-    prefill_step: PrefillStep = None,
-) -> None:
+@with_flags(ChatFlags)
+def chat(options: ChatFlags) -> None:
     """Talk with a Hugging Face model over one cache.
 
     Each line is a turn, and only its new tokens are read. Lines that start with a slash are
@@ -84,22 +50,6 @@ def chat(
     printf 'Name a river.\\nAnother one.\\n/stats\\n' | mlx-kvcache chat --model org/model
     ```
     """
-    options = RunOptions(
-        model=model,
-        max_tokens=max_tokens,
-        temp=temp,
-        top_p=top_p,
-        seed=seed,
-        capacity=capacity,
-        kv_dtype=kv_dtype,
-        initial_capacity=initial_capacity,
-        spare=spare,
-        windows=parse_windows(windows),
-        dtype=dtype,
-        raw=raw,
-        system=system,
-        prefill_step=prefill_step,
-    )
     from mlx_kvcache.commands.chat_commands import Room
 
     with closing(Room(_begin(options))) as room:
@@ -111,35 +61,32 @@ def chat(
         raise typer.Exit(status)
 
 
-def _begin(options: RunOptions) -> Conversation:
+def _begin(options: SequenceOptions) -> Conversation:
     import mlx.core as mx
 
     from mlx_kvcache.chat.conversation import ChatOptions, Conversation
-    from mlx_kvcache.chat.generation import chosen_cache
-    from mlx_kvcache.commands.loading import load_model
-    from mlx_kvcache.integrations.sampling import Sampling
 
-    model, tokenizer, choice = load_model(options)
+    loaded = load(options)
     if options.seed is not None:
         mx.random.seed(options.seed)
     conversation = Conversation(
-        model,
-        tokenizer,
-        chosen_cache(model, choice),
+        loaded.model,
+        loaded.tokenizer,
+        loaded.prompt_cache(options),
         ChatOptions(
             options.system,
             options.raw,
             options.max_tokens,
-            Sampling(options.temp, options.top_p, options.seed),
+            options.sampling,
             options.prefill_step,
-            choice.capacity_source,
+            loaded.capacity_source(options),
         ),
     )
     conversation.on_notice = _note
     return conversation
 
 
-def _greet(room: Room, options: RunOptions) -> None:
+def _greet(room: Room, options: SequenceOptions) -> None:
     from mlx_kvcache.commands.generate_report import cache_line
 
     _note(f"{options.model}; /help lists the commands")
@@ -162,8 +109,7 @@ def _converse(room: Room) -> int:
             interrupted = False
         except KeyboardInterrupt:
             if interrupted:
-                print_note("interrupted", style="yellow")
-                return INTERRUPTED
+                raise
             interrupted = True
             _note(f"{_new_line()}Ctrl-C again leaves; so does /quit")
         except (KVCacheError, OSError) as error:
@@ -188,12 +134,16 @@ def _take(room: Room, line: str) -> bool:
 
 
 def _answer(conversation: Conversation, text: str) -> None:
-    from mlx_kvcache.commands.prefill_bar import prefill_bar
+    from mlx_kvcache.models.progress import reading_prompt
 
     before, written = len(conversation.turns), ""
     pieces = conversation.ask(text)
     try:
-        with _interrupts(conversation), prefill_bar() as conversation.on_progress, closing(pieces):
+        with (
+            _interrupts(conversation),
+            reading_prompt() as conversation.on_progress,
+            closing(pieces),
+        ):
             for piece in pieces:
                 sys.stdout.write(piece)
                 sys.stdout.flush()

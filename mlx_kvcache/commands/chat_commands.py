@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlx_kvcache.chat.conversation import Conversation
 from mlx_kvcache.commands.figures import size_text
 from mlx_kvcache.commands.generate_report import cache_line, memory_line
-from mlx_kvcache.commands.transcript import save_transcript
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.files import replacing
 
 MAIN = "main"
 Lines = list[str]
@@ -37,11 +39,19 @@ class Room:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: how it is written, what it does, and its action, given what follows its name."""
+    """A command: how it is written, what it does, and its action, given what follows its name.
+
+    counts: how many arguments may follow. The action answers what to tell, or None to leave.
+    """
 
     usage: str
     purpose: str
-    action: Callable[[Room, list[str]], Lines]
+    action: Callable[..., Lines | None]
+    counts: tuple[int, ...] = (0,)
+
+    def misused(self) -> ConfigError:
+        """What to raise when it is not used as it should be."""
+        return ConfigError(f"usage: {self.usage} ({self.purpose})")
 
 
 def run_command(room: Room, line: str) -> Lines | None:
@@ -60,41 +70,37 @@ def run_command(room: Room, line: str) -> Lines | None:
             f"there is no command {name}; there are: {', '.join(COMMANDS)}. "
             "To say something that starts with a slash, start it with two"
         )
-    if name == QUIT and not arguments:
-        return None
-    return command.action(room, arguments)
+    if len(arguments) not in command.counts:
+        raise command.misused()
+    return command.action(room, *arguments)
 
 
-def _reset(room: Room, arguments: list[str]) -> Lines:
-    _expect(not arguments, RESET)
+def _reset(room: Room) -> Lines:
     room.conversation.reset()
     return ["the conversation is empty; the cache keeps its memory"]
 
 
-def _undo(room: Room, arguments: list[str]) -> Lines:
+def _undo(room: Room, count: str | None = None) -> Lines:
     conversation = room.conversation
-    if not arguments:
+    if count is None:
         conversation.undo()
+    elif count.isdecimal():
+        conversation.drop(int(count))
     else:
-        _expect(len(arguments) == 1 and arguments[0].isdecimal(), UNDO)
-        conversation.drop(int(arguments[0]))
+        raise COMMANDS["/undo"].misused()
     return [f"back to {_extent(conversation)}"]
 
 
-def _fork(room: Room, arguments: list[str]) -> Lines:
-    _expect(len(arguments) == 1, FORK)
-    name = arguments[0]
+def _fork(room: Room, name: str) -> Lines:
     if name in room.conversations:
         raise ConfigError(
-            f"there is a conversation {name} already; choose another name, or {SWITCH} {name}"
+            f"there is a conversation {name} already; choose another name, or /switch {name}"
         )
     room.conversations[name] = twin = room.conversation.fork()
-    return [f"{name} is a copy of {room.name}, {_extent(twin)}; {SWITCH} {name} goes there"]
+    return [f"{name} is a copy of {room.name}, {_extent(twin)}; /switch {name} goes there"]
 
 
-def _switch(room: Room, arguments: list[str]) -> Lines:
-    _expect(len(arguments) == 1, SWITCH)
-    name = arguments[0]
+def _switch(room: Room, name: str) -> Lines:
     if name not in room.conversations:
         known = ", ".join(room.conversations)
         raise ConfigError(f"there is no conversation {name}; there are: {known}")
@@ -102,21 +108,19 @@ def _switch(room: Room, arguments: list[str]) -> Lines:
     return [f"this is {name}, at {_extent(room.conversation)}"]
 
 
-def _forks(room: Room, arguments: list[str]) -> Lines:
-    _expect(not arguments, FORKS)
+def _forks(room: Room) -> Lines:
     return [
         f"{'*' if name == room.name else ' '} {name}: {_extent(conversation)}"
         for name, conversation in room.conversations.items()
     ]
 
 
-def _stats(room: Room, arguments: list[str]) -> Lines:
-    _expect(not arguments, STATS)
+def _stats(room: Room) -> Lines:
     conversation = room.conversation
-    cached = conversation.cached
+    cached, held = conversation.cached, conversation.history.held
     others = len(room.conversations) - 1
     lines = [
-        f"chat    {room.name}: {_extent(conversation)}, {len(cached.held)} of them in the cache; "
+        f"chat    {room.name}: {_extent(conversation)}, {held} of them in the cache; "
         f"{others} other conversation{'' if others == 1 else 's'}",
         cache_line(cached.sequence),
         memory_line(),
@@ -134,17 +138,36 @@ def _stats(room: Room, arguments: list[str]) -> Lines:
     return lines
 
 
-def _save(room: Room, arguments: list[str]) -> Lines:
+def _save(room: Room, *arguments: str) -> Lines:
     force = "--force" in arguments
     names = [argument for argument in arguments if argument != "--force"]
-    _expect(len(names) == 1 and len(arguments) == 1 + force and bool(names[0]), SAVE)
+    if len(names) != 1 or len(arguments) != 1 + force or not names[0]:
+        raise COMMANDS["/save"].misused()
     path = Path(names[0]).expanduser()
-    count = save_transcript(room.conversation, path, force)
-    return [f"{count} message{'' if count == 1 else 's'} written to {path}"]
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists; add --force to overwrite it")
+    messages = list(_messages(room.conversation))
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in messages)
+    return [f"{len(messages)} message{'' if len(messages) == 1 else 's'} written to {path}"]
 
 
-def _help(_room: Room, arguments: list[str]) -> Lines:
-    _expect(not arguments, HELP)
+def _messages(conversation: Conversation) -> Iterator[dict[str, Any]]:
+    """The messages of a conversation; a turn whose answer was undone has none of the assistant."""
+    if conversation.options.system is not None:
+        yield {"role": "system", "content": conversation.options.system}
+    for turn in conversation.turns:
+        yield {"role": "user", "content": turn.user}
+        if turn.answer:
+            yield {
+                "role": "assistant",
+                "content": conversation.answer_text(turn),
+                "finish_reason": turn.end,
+                "token_ids": list(turn.answer),
+            }
+
+
+def _help(_room: Room) -> Lines:
     width = max(len(command.usage) for command in COMMANDS.values())
     lines = [f"{command.usage:<{width}}  {command.purpose}" for command in COMMANDS.values()]
     return [
@@ -153,36 +176,24 @@ def _help(_room: Room, arguments: list[str]) -> Lines:
     ]
 
 
-def _quit(_room: Room, _arguments: list[str]) -> Lines:
-    raise _misuse(QUIT)
-
-
 def _extent(conversation: Conversation) -> str:
     turns, tokens = len(conversation.turns), len(conversation.tokens)
     return f"{turns} turn{'' if turns == 1 else 's'}, {tokens} token{'' if tokens == 1 else 's'}"
 
 
-def _expect(fits: bool, name: str) -> None:
-    if not fits:
-        raise _misuse(name)
-
-
-def _misuse(name: str) -> ConfigError:
-    command = COMMANDS[name]
-    return ConfigError(f"usage: {command.usage} ({command.purpose})")
-
-
-RESET, UNDO, FORK, SWITCH, FORKS = "/reset", "/undo", "/fork", "/switch", "/forks"
-STATS, SAVE, HELP, QUIT = "/stats", "/save", "/help", "/quit"
-
 COMMANDS = {
-    RESET: Command("/reset", "forget all turns", _reset),
-    UNDO: Command("/undo [N]", "take back the newest turn, or the newest N tokens", _undo),
-    FORK: Command("/fork NAME", "copy the conversation under a name, and stay in this one", _fork),
-    SWITCH: Command("/switch NAME", "go to another conversation", _switch),
-    FORKS: Command("/forks", "list the conversations", _forks),
-    STATS: Command("/stats", "show the cache, the memory and what can be undone", _stats),
-    SAVE: Command("/save FILE [--force]", "write the conversation as JSON lines", _save),
-    HELP: Command("/help", "list the commands", _help),
-    QUIT: Command("/quit", "leave; so does Ctrl-D", _quit),
+    command.usage.split()[0]: command
+    for command in (
+        Command("/reset", "forget all turns", _reset),
+        Command("/undo [N]", "take back the newest turn, or the newest N tokens", _undo, (0, 1)),
+        Command(
+            "/fork NAME", "copy the conversation under a name, and stay in this one", _fork, (1,)
+        ),
+        Command("/switch NAME", "go to another conversation", _switch, (1,)),
+        Command("/forks", "list the conversations", _forks),
+        Command("/stats", "show the cache, the memory and what can be undone", _stats),
+        Command("/save FILE [--force]", "write the conversation as JSON lines", _save, (1, 2)),
+        Command("/help", "list the commands", _help),
+        Command("/quit", "leave; so does Ctrl-D", lambda _: None),
+    )
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
-from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.commands.console import decoded, not_utf8
+from mlx_kvcache.facts.files import replacing
 
 _HISTORY_LINES = 1000
 
@@ -34,7 +34,7 @@ def read_line(prompt: str) -> str | None:
         except EOFError:
             return None
         except UnicodeDecodeError as error:
-            raise _not_utf8(error) from error
+            raise not_utf8("the line", error) from error
     sys.stderr.write(prompt)
     sys.stderr.flush()
     return _piped_line()
@@ -42,18 +42,7 @@ def read_line(prompt: str) -> str | None:
 
 def _piped_line() -> str | None:
     line = sys.stdin.buffer.readline()
-    if not line:
-        return None
-    try:
-        return line.decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise _not_utf8(error) from error
-
-
-def _not_utf8(error: UnicodeDecodeError) -> ConfigError:
-    return ConfigError(
-        f"the line is not valid UTF-8 ({error.reason} at byte {error.start}); give it as UTF-8 text"
-    )
+    return decoded(line, "the line").removesuffix("\n").removesuffix("\r") if line else None
 
 
 @contextmanager
@@ -95,11 +84,5 @@ def _readline() -> ModuleType | None:
 def _write_history(readline: ModuleType, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # What people say is theirs alone: the file is made for its owner only.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
-        readline.write_history_file(name)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with replacing(path, mode=0o600) as partial:
+        readline.write_history_file(partial)

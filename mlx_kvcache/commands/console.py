@@ -6,10 +6,14 @@ import io
 import json
 import os
 import sys
+from importlib import metadata
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
+import mlx_kvcache
+from mlx_kvcache.errors import ConfigError
 
 #: Exit statuses: the system failed us, a wrong request, and what a shell gives for SIGINT and
 #: SIGPIPE.
@@ -41,10 +45,36 @@ def prepare_stdout() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
+def decoded(data: bytes, name: str) -> str:
+    """What was read as text. Raises `ConfigError`, under `name`, when it is not UTF-8."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise not_utf8(name, error) from error
+
+
+def not_utf8(name: str, error: UnicodeDecodeError) -> ConfigError:
+    """What to raise for text, known to a person as `name`, that cannot be decoded."""
+    return ConfigError(
+        f"{name} is not valid UTF-8 ({error.reason} at byte {error.start}); convert it"
+    )
+
+
 def write_json(facts: dict[str, Any]) -> None:
     """One JSON object on stdout, in one line."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
+
+
+def versions() -> dict[str, str]:
+    """The version of this package and of each it stands on, read without importing those."""
+    found = {"mlx-kvcache": mlx_kvcache.__version__}
+    for package in ("mlx", "mlx-lm", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
 
 
 def discard_stdout() -> None:

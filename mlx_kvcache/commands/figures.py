@@ -1,6 +1,8 @@
-"""Numbers as a person reads them."""
+"""Numbers as a person reads them, and the shape of a layer as a program does."""
 
 from __future__ import annotations
+
+from mlx_kvcache.facts.geometry import LayerGeometry
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -41,6 +43,16 @@ def ranges_text(numbers: tuple[int, ...]) -> str:
     if len(runs) - tail < 4:
         return ", ".join(texts)
     return ", ".join([*texts[:2], f"... {texts[-1 - tail]}", *texts[len(texts) - tail :]])
+
+
+def layer_facts(layer: LayerGeometry) -> dict[str, int]:
+    """The window (0: flat) and the shape of the rows of a cache layer."""
+    return {
+        "window": layer.policy.window,
+        "kv_heads": layer.kv_heads,
+        "key_dim": layer.key_dim,
+        "value_dim": layer.value_dim,
+    }
 
 
 def _regular(runs: list[tuple[int, int]]) -> int:

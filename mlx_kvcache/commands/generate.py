@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mlx_kvcache.commands.console import INTERRUPTED, print_note, write_json
-from mlx_kvcache.commands.flags import (
-    DEFAULT_MODEL,
-    Capacity,
-    KVDtype,
-    ModelName,
-    PrefillStep,
-    Seed,
-    Spare,
-    SystemPrompt,
-    Temperature,
-    TopP,
-    WeightsDtype,
-    Windows,
-)
-from mlx_kvcache.commands.options import RunOptions, parse_windows, read_prompt
-from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY
+from mlx_kvcache.commands.console import decoded, print_note, write_json
+from mlx_kvcache.commands.loading import Loaded, load
+from mlx_kvcache.commands.options import SequenceOptions, with_flags
+from mlx_kvcache.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
     from mlx_kvcache.chat.generation import Generation
+    from mlx_kvcache.integrations.mlx_lm import PromptCache
 
-DEFAULT_MAX_TOKENS = 256
 
-
+@with_flags(SequenceOptions)
 def generate(
+    options: SequenceOptions,
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -40,32 +29,6 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    model: ModelName = DEFAULT_MODEL,
-    max_tokens: Annotated[
-        int, typer.Option(help="The most tokens to produce.")
-    ] = DEFAULT_MAX_TOKENS,
-    temp: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
-    system: SystemPrompt = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
-    ] = False,
-    dtype: WeightsDtype = None,
-    capacity: Capacity = None,
-    kv_dtype: KVDtype = None,
-    initial_capacity: Annotated[
-        int | None,
-        typer.Option(
-            help="Rows with which full-attention layers start; they double from there. "
-            f"[default: {DEFAULT_INITIAL_CAPACITY}; all rows at once where the prompt is longer "
-            "than --max-tokens]",
-            show_default=False,
-        ),
-    ] = None,
-    spare: Spare = None,
-    windows: Windows = None,
-    prefill_step: PrefillStep = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Write one JSON object with the answer and all figures."),
@@ -73,7 +36,9 @@ def generate(
 ) -> None:
     """Generate text with a Hugging Face model on this package's cache.
 
-    The answer alone goes to standard output; progress and figures go to standard error.
+    The answer alone goes to standard output; progress and figures go to standard error. The
+    cache of a prompt that is longer than --max-tokens is allocated at once, unless
+    --initial-capacity is given.
 
     Examples:
 
@@ -85,90 +50,110 @@ def generate(
     mlx-kvcache generate "Name three rivers." --json | jq .speed
     ```
     """
-    options = RunOptions(
-        model=model,
-        max_tokens=max_tokens,
-        temp=temp,
-        top_p=top_p,
-        seed=seed,
-        capacity=capacity,
-        kv_dtype=kv_dtype,
-        initial_capacity=initial_capacity,
-        spare=spare,
-        windows=parse_windows(windows),
-        dtype=dtype,
-        raw=raw,
-        system=system,
-        prefill_step=prefill_step,
-    )
+    from mlx_kvcache.commands.generate_report import report_facts, report_lines
+
     generation = _prepare(options, read_prompt(prompt))
+    interrupted = _run(generation, _ignore if as_json else _write)
     if as_json:
-        _run_as_json(generation, options)
+        write_json(report_facts(generation, options))
     else:
-        _run_streaming(generation)
+        if generation.text and not generation.text.endswith("\n"):
+            _write("\n")
+        for line in report_lines(generation):
+            print_note(line, style="dim")
+    if interrupted:
+        raise KeyboardInterrupt
 
 
-def _prepare(options: RunOptions, prompt: str) -> Generation:
+def read_prompt(argument: str | None) -> str:
+    """The prompt: the argument, or standard input when that is "-" or absent and input is piped.
+
+    The line end that closes piped input is not part of it. Raises `ConfigError` when there is no
+    prompt, when it is empty, or when it is not UTF-8.
+    """
+    if argument is None and sys.stdin.isatty():
+        raise ConfigError(
+            "there is no prompt; give one as the argument, or pipe one into standard input"
+        )
+    prompt = argument
+    if prompt is None or prompt == "-":
+        text = decoded(sys.stdin.buffer.read(), "standard input")
+        prompt = text.removesuffix("\n").removesuffix("\r")
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty; give some text to continue or to answer")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError("the prompt is not valid UTF-8; give it as UTF-8 text") from error
+    return prompt
+
+
+def _prepare(options: SequenceOptions, prompt: str) -> Generation:
     """Load the model, and refuse what cannot fit before anything is computed."""
-    from mlx_kvcache.chat import generation
-    from mlx_kvcache.commands.loading import load_model
+    from mlx_kvcache.chat.generation import Generation
+    from mlx_kvcache.chat.text import chat_script
     from mlx_kvcache.integrations.mlx_lm import default_prefill_step
-    from mlx_kvcache.integrations.sampling import Sampling
 
-    model, tokenizer, choice = load_model(options)
-    tokens = generation.prompt_tokens(tokenizer, prompt, options.system, options.raw)
-    generation.check_room(len(tokens), options.max_tokens, choice)
-    return generation.Generation(
-        model,
-        tokenizer,
+    loaded = load(options)
+    script = chat_script(loaded.tokenizer, options.system, options.raw)
+    tokens = script.write([], [], prompt)
+    _check_room(len(tokens), options, loaded)
+    cache = loaded.prompt_cache(options)
+    _reserve(cache, len(tokens), options)
+    return Generation(
+        loaded.model,
+        loaded.tokenizer,
         tokens,
-        generation.make_cache(model, choice, len(tokens), options.max_tokens),
+        cache,
         options.max_tokens,
-        Sampling(options.temp, options.top_p, options.seed),
+        script.stop_tokens,
+        options.sampling,
         options.prefill_step or default_prefill_step(),
     )
 
 
-def _run_streaming(generation: Generation) -> None:
-    from mlx_kvcache.commands.generate_report import report_lines
-    from mlx_kvcache.commands.prefill_bar import prefill_bar
+def _check_room(prompt_count: int, options: SequenceOptions, loaded: Loaded) -> None:
+    """Raise `CapacityError` unless the prompt and the whole answer fit into the capacity."""
+    capacity, total = loaded.capacity(options), prompt_count + options.max_tokens
+    if capacity is not None and total > capacity:
+        room = capacity - prompt_count
+        less = f"lower --max-tokens to at most {room}" if room > 0 else "shorten the prompt"
+        raise CapacityError(
+            f"{prompt_count} prompt tokens and {options.max_tokens} new ones (--max-tokens) need "
+            f"{total} positions, but the capacity is {capacity}"
+            f"{loaded.capacity_source(options)}; {less}, or raise --capacity to {total}"
+        )
 
-    interrupted = False
+
+def _reserve(cache: PromptCache, prompt_count: int, options: SequenceOptions) -> None:
+    """Allocate the rows of the whole answer at once where that is known to pay."""
+    # Growth by doubling holds up to twice the rows it needs. An answer no longer than its prompt
+    # stays within that, so reserving both saves every copy and costs no memory. A longer one
+    # often ends early, and its rows would have been allocated for nothing. Whoever sets where
+    # growth begins wants it to grow from there.
+    if options.initial_capacity is None and options.max_tokens <= prompt_count:
+        cache.sequence.reserve(prompt_count + options.max_tokens)
+
+
+def _run(generation: Generation, show: Callable[[str], None]) -> bool:
+    """Make the answer; whether it was interrupted."""
+    from mlx_kvcache.models.progress import reading_prompt
+
     try:
-        with prefill_bar() as generation.on_progress:
+        with reading_prompt() as generation.on_progress:
             for piece in generation.pieces():
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                show(piece)
     except KeyboardInterrupt:
-        interrupted = True
-        sys.stdout.write(generation.break_off())
-    if generation.text and not generation.text.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    for line in report_lines(generation):
-        print_note(line, style="dim")
-    if interrupted:
-        _end_interrupted()
-
-
-def _run_as_json(generation: Generation, options: RunOptions) -> None:
-    from mlx_kvcache.commands.generate_report import report_facts
-    from mlx_kvcache.commands.prefill_bar import prefill_bar
-
-    interrupted = False
-    try:
-        with prefill_bar() as generation.on_progress:
-            for _ in generation.pieces():
-                pass
-    except KeyboardInterrupt:
-        interrupted = True
-        generation.break_off()
+        show(generation.break_off())
         generation.finish_reason = "interrupted"
-    write_json(report_facts(generation, options))
-    if interrupted:
-        _end_interrupted()
+        return True
+    return False
 
 
-def _end_interrupted() -> None:
-    print_note("interrupted", style="yellow")
-    raise typer.Exit(INTERRUPTED)
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _ignore(_text: str) -> None:
+    pass

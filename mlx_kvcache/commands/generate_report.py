@@ -5,18 +5,17 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter
-from collections.abc import ItemsView
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.chat.generation import Generation
-from mlx_kvcache.commands.figures import rate_text, size_text
+from mlx_kvcache.commands.console import versions
+from mlx_kvcache.commands.figures import layer_facts, rate_text, size_text
 from mlx_kvcache.commands.options import RunOptions
-from mlx_kvcache.commands.versions import versions
 from mlx_kvcache.facts.config import MAX_CAPACITY
-from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.layer_kinds import summary
 
 
@@ -94,6 +93,7 @@ def report_facts(generation: Generation, options: RunOptions) -> dict[str, Any]:
 def _cache_facts(generation: Generation) -> dict[str, Any]:
     cache = generation.cache.sequence
     config = cache.config
+    distinct = Counter(replace(layer, shared=False) for layer in cache.geometry.layers)
     return {
         "length": cache.length,
         "capacity": None if cache.capacity == MAX_CAPACITY else cache.capacity,
@@ -105,24 +105,7 @@ def _cache_facts(generation: Generation) -> dict[str, Any]:
         "geometry": {
             "summary": summary(cache.geometry),
             "windows": list(cache.geometry.windows),
-            "layers": [
-                {
-                    "count": count,
-                    "window": window,
-                    "kv_heads": heads,
-                    "key_dim": key_dim,
-                    "value_dim": value_dim,
-                }
-                for (window, heads, key_dim, value_dim), count in _distinct(cache.geometry)
-            ],
+            "layers": [{"count": count, **layer_facts(layer)} for layer, count in distinct.items()],
             "recurrent_layers": sum(layer.recurrent for layer in cache.geometry.model_layers),
         },
     }
-
-
-def _distinct(geometry: CacheGeometry) -> ItemsView[tuple[int, int, int, int], int]:
-    """Window, KV heads, key and value dims of the cache layers, and how many have them."""
-    return Counter(
-        (layer.policy.window, layer.kv_heads, layer.key_dim, layer.value_dim)
-        for layer in geometry.layers
-    ).items()

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from mlx_kvcache.commands.console import write_json
-from mlx_kvcache.commands.context import position_limit
 from mlx_kvcache.commands.inspect_report import inspect_facts, print_inspection
-from mlx_kvcache.commands.inspection import Inspection, inspection
-from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.facts.config import MAX_CAPACITY
-
-#: The context of a model whose config names none.
-FALLBACK_CONTEXT = 32768
+from mlx_kvcache.commands.inspection import FALLBACK_CONTEXT, inspection
+from mlx_kvcache.commands.options import check_dtype, check_integer
 
 
 def inspect(
@@ -56,10 +49,9 @@ def inspect(
     mlx-kvcache inspect org/model --json | jq .total
     ```
     """
-    if context is not None and not 1 <= context <= MAX_CAPACITY:
-        raise ConfigError(f"--context must be between 1 and {MAX_CAPACITY}, got {context}")
-    config = read_model_config(model_or_config)
-    found = _inspect(model_or_config, config, context, kv_dtype)
+    check_integer("--context", context, 1)
+    check_dtype("--kv-dtype", kv_dtype)
+    found = inspection(model_or_config, context, kv_dtype)
     if as_json:
         write_json(inspect_facts(found))
     else:
@@ -69,28 +61,3 @@ def inspect(
             print_inspection(console, found)
         sys.stdout.write(report.get())
         sys.stdout.flush()
-
-
-def read_model_config(model_or_config: str) -> Mapping[str, Any]:
-    """The config of a model by any of its names, or a JSON file of any name.
-
-    Raises `ModelNotFoundError`, `ModelFormatError`, `GeometryError` or `UnsupportedModelError`.
-    """
-    path = Path(model_or_config).expanduser()
-    if path.suffix == ".json" and path.is_file():
-        from mlx_kvcache.facts.hf.from_config import read_config
-
-        return read_config(path)
-    from mlx_kvcache import models
-
-    return models.read_config(model_or_config)
-
-
-def _inspect(
-    name: str, config: Mapping[str, Any], context: int | None, kv_dtype: str
-) -> Inspection:
-    limit = position_limit(config)
-    tokens = context or limit or FALLBACK_CONTEXT
-    # The capacity that `generate` gives the cache, unless the question goes beyond it.
-    capacity = max(limit or MAX_CAPACITY, tokens)
-    return inspection(name, config, tokens, capacity, kv_dtype)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mlx_kvcache.commands.figures import ranges_text, size_text
+from mlx_kvcache.commands.figures import layer_facts, ranges_text, size_text
 from mlx_kvcache.commands.inspection import Inspection
 from mlx_kvcache.facts.config import MAX_CAPACITY
 from mlx_kvcache.facts.layer_kinds import LayerGroup, LayerKind, summary
@@ -169,10 +169,7 @@ def inspect_facts(found: Inspection) -> dict[str, Any]:
         "groups": [_group_facts(found, group) for group in found.groups],
         "cache_layers": [
             {
-                "window": layer.policy.window,
-                "kv_heads": layer.kv_heads,
-                "key_dim": layer.key_dim,
-                "value_dim": layer.value_dim,
+                **layer_facts(layer),
                 "bytes_per_token": bytes_per_token(layer, found.size),
                 "mlx_kvcache": _extent_facts(own),
                 "mlx_lm": _extent_facts(theirs),

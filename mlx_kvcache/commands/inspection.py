@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.facts.config import ITEM_SIZES, CacheConfig, item_size
+from mlx_kvcache.commands.loading import position_limit
+from mlx_kvcache.facts.config import MAX_CAPACITY, CacheConfig, item_size
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.layer_kinds import LayerGroup, layer_groups
 from mlx_kvcache.layout.footprint import (
@@ -21,6 +22,8 @@ from mlx_kvcache.layout.footprint import (
     sequence_footprint,
 )
 
+#: The context of a model whose config names none.
+FALLBACK_CONTEXT = 32768
 #: Families whose windows mlx-lm keeps in chunked caches, not in rotating ones.
 _CHUNKED_FAMILIES = ("llama4",)
 
@@ -65,15 +68,16 @@ class Inspection:
         )
 
 
-def inspection(
-    name: str, config: Mapping[str, Any], tokens: int, capacity: int, kv_dtype: str
-) -> Inspection:
-    """Inspect the model of a Hugging Face config at a length of `tokens`.
+def inspection(name: str, context: int | None, kv_dtype: str) -> Inspection:
+    """Inspect the model of that name at a length of `context` tokens (None: its own).
 
-    Raises `ConfigError` for an unknown dtype and what `CacheGeometry.from_hf` raises.
+    Raises what `read_model_config` and `CacheGeometry.from_hf` raise.
     """
-    if kv_dtype not in ITEM_SIZES:
-        raise ConfigError(f"--kv-dtype must be one of {', '.join(ITEM_SIZES)}, got {kv_dtype!r}")
+    config = read_model_config(name)
+    limit = position_limit(config)
+    tokens = context or limit or FALLBACK_CONTEXT
+    # The capacity that `generate` gives the cache, unless the question goes beyond it.
+    capacity = max(limit or MAX_CAPACITY, tokens)
     size = item_size(kv_dtype)
     geometry = CacheGeometry.from_hf(config)
     family = str(config.get("model_type") or "")
@@ -93,13 +97,26 @@ def inspection(
     )
 
 
+def read_model_config(name: str) -> Mapping[str, Any]:
+    """The config of a model by any of its names, or a JSON file of any name, read without MLX.
+
+    Raises `ModelNotFoundError`, `ModelFormatError`, `GeometryError` or `UnsupportedModelError`.
+    """
+    path = Path(name).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        from mlx_kvcache.facts.hf.from_config import read_config
+
+        return read_config(path)
+    from mlx_kvcache import models
+
+    return models.read_config(name)
+
+
 def _prefill_bytes(geometry: CacheGeometry, theirs: Footprint, size: int) -> int:
     """What mlx-lm's caches hold at most while all tokens are prefilled."""
-    total = 0
-    for layer, extent in zip(geometry.layers, theirs.layers, strict=True):
-        window = layer.policy.window
-        if window:
-            total += rotating_prefill_rows(window, theirs.tokens) * bytes_per_token(layer, size)
-        else:
-            total += extent.allocated
-    return total
+    return sum(
+        rotating_prefill_rows(layer.policy.window, theirs.tokens) * bytes_per_token(layer, size)
+        if layer.policy.window
+        else extent.allocated
+        for layer, extent in zip(geometry.layers, theirs.layers, strict=True)
+    )

@@ -1,40 +1,85 @@
-"""From the options of a run to a loaded model and the cache that was chosen for it."""
+"""From the options of a run to a loaded model, and the room that its cache may take."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from mlx.nn.layers.base import Module
+from mlx_kvcache.commands.options import RunOptions, SequenceOptions
+from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY
 
-from mlx_kvcache import models
-from mlx_kvcache.chat.generation import CacheChoice
-from mlx_kvcache.commands.context import position_limit
-from mlx_kvcache.commands.options import RunOptions
+if TYPE_CHECKING:
+    from mlx.nn.layers.base import Module
+
+    from mlx_kvcache.integrations.mlx_lm import PromptCache
+
+#: What the families call their context length, the usual name first.
+_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "max_context_length",
+    "model_max_length",
+    "seq_length",
+    "n_ctx",
+)
+#: Where multimodal configs keep the fields of their text model.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
 
 
-def load_model(options: RunOptions) -> tuple[Module, Any, CacheChoice]:
-    """The model, its tokenizer, and what the options choose of the cache.
+def position_limit(config: Mapping[str, Any]) -> int | None:
+    """The most positions that a model was made for; None where its config does not say.
 
-    Raises what `models.resolve` and `models.load` raise.
+    A text part inside the config goes before the config's own fields.
     """
+    parts = [config[name] for name in _TEXT_PARTS if isinstance(config.get(name), Mapping)]
+    for part in (*parts, config):
+        for name in _NAMES:
+            value = part.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, its tokenizer, and the most positions it was made for (None: not known)."""
+
+    model: Module
+    tokenizer: Any
+    limit: int | None
+
+    def capacity(self, options: RunOptions) -> int | None:
+        """What was asked for, else what the model was made for."""
+        return self.limit if options.capacity is None else options.capacity
+
+    def capacity_source(self, options: RunOptions) -> str:
+        """Where that comes from, for messages."""
+        if options.capacity is not None:
+            return " (--capacity)"
+        return " (the model's context length)" if self.limit else ""
+
+    def prompt_cache(self, options: SequenceOptions) -> PromptCache:
+        """An empty cache as asked for. Raises `GeometryError` or `ConfigError`."""
+        from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
+
+        initial = options.initial_capacity
+        return make_prompt_cache(
+            self.model,
+            self.capacity(options),
+            initial_capacity=DEFAULT_INITIAL_CAPACITY if initial is None else initial,
+            kv_dtype=options.kv_dtype,
+            spare=options.spare,
+            windows=options.cache_windows,
+        )
+
+
+def load(options: RunOptions) -> Loaded:
+    """Load the model. Raises what `models.resolve` and `models.load` raise."""
+    from mlx_kvcache import models
+
     directory = models.resolve(options.model)
-    choice = cache_choice(options, models.read_config(directory))
-    model, tokenizer = models.load(directory, dtype=options.dtype)
-    return model, tokenizer, choice
-
-
-def cache_choice(options: RunOptions, config: Mapping[str, Any]) -> CacheChoice:
-    """The cache's side of the options; the capacity is the context length unless one is given."""
-    limit = position_limit(config)
-    source = " (--capacity)"
-    if options.capacity is None:
-        source = " (the model's context length)" if limit else ""
-    return CacheChoice(
-        limit if options.capacity is None else options.capacity,
-        source,
-        options.kv_dtype,
-        options.initial_capacity,
-        options.spare,
-        options.windows,
-    )
+    limit = position_limit(models.read_config(directory))
+    return Loaded(*models.load(directory, dtype=options.dtype), limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_kvcache.commands.op_options import Drawing, KVCacheText
+from mlx_kvcache.commands.op_options import OpOptions
 from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
@@ -38,20 +37,21 @@ class Tensors:
         return int(self.keys.shape[3])
 
     @classmethod
-    def drawn(cls, cache: KVCacheText, positions: int, drawing: Drawing) -> Tensors:
+    def drawn(cls, options: OpOptions, positions: int) -> Tensors:
         """Standard normal numbers; the same ones for the same seed."""
-        random = np.random.default_rng(drawing.seed or 0)
+        random = np.random.default_rng(options.seed or 0)
 
         def draw(*shape: int) -> Array:
             return random.standard_normal(shape).astype(np.float32)
 
-        outer = (cache.layers, drawing.batch or 1)
-        query_heads = drawing.query_heads or cache.heads
+        cache = options.cache
+        outer = (cache.layers, options.batch or 1)
+        query_heads = options.query_heads or cache.heads
         return cls(
             draw(*outer, query_heads, positions, cache.dim),
             draw(*outer, cache.heads, positions, cache.dim),
-            draw(*outer, cache.heads, positions, drawing.value_dim or cache.dim),
-            draw(query_heads) if drawing.sinks else None,
+            draw(*outer, cache.heads, positions, options.value_dim or cache.dim),
+            draw(query_heads) if options.sinks else None,
         )
 
     @classmethod
@@ -132,19 +132,14 @@ class OpRequest:
     tolerance: float
 
     @classmethod
-    def make(
-        cls,
-        cache: KVCacheText,
-        tensors: Tensors,
-        *,
-        steps: tuple[int, ...],
-        windows: tuple[int, ...],
-        spare: int,
-        scale: float | None,
-        softcap: float | None,
-        tolerance: float,
-    ) -> OpRequest:
+    def of(cls, options: OpOptions) -> OpRequest:
         """Raises `ConfigError` or `GeometryError` when the parts do not fit together."""
+        cache, steps = options.cache, options.step_tokens
+        if options.tensors is not None:
+            tensors = Tensors.from_file(options.tensors, cache.layers)
+        else:
+            tensors = Tensors.drawn(options, sum(steps or ()))
+        steps = steps or (tensors.positions,)
         if (tensors.keys.shape[2], tensors.keys.shape[4]) != (cache.heads, cache.dim):
             raise ConfigError(
                 f"--kv-cache says {cache.heads} heads of dim {cache.dim}, but the keys have "
@@ -160,17 +155,15 @@ class OpRequest:
                 f"--steps are {sum(steps)} positions, more than the capacity {cache.capacity} of "
                 "--kv-cache"
             )
-        if not 0 < tolerance < math.inf:
-            raise ConfigError(f"--tolerance must be a positive number, got {tolerance}")
         flat = LayerGeometry(
             LayerPolicy.flat(), cache.heads, cache.dim, int(tensors.values.shape[4])
         )
         return cls(
-            CacheGeometry((flat,) * cache.layers).with_windows(windows),
-            CacheConfig(cache.capacity, cache.dtype, spare=spare),
+            CacheGeometry((flat,) * cache.layers).with_windows(options.cache_windows),
+            CacheConfig(cache.capacity, cache.dtype, spare=options.spare),
             tensors,
             steps,
-            cache.dim**-0.5 if scale is None else scale,
-            softcap,
-            tolerance,
+            cache.dim**-0.5 if options.scale is None else options.scale,
+            options.softcap,
+            options.tolerance,
         )

@@ -1,4 +1,4 @@
-"""Run the attention op step by step, and compare each answer with the oracle."""
+"""Run the attention op step by step, and compare each answer with a plain recomputation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_kvcache.cache.attention import AttendSpec, attend
 from mlx_kvcache.commands.op_request import Array, OpRequest
-from mlx_kvcache.control.attention_oracle import AttentionOracle
 from mlx_kvcache.control.op import update_and_attend
 from mlx_kvcache.control.registry import CacheSession
 from mlx_kvcache.facts.layer_kinds import summary
@@ -20,9 +20,9 @@ from mlx_kvcache.facts.layer_kinds import summary
 class OpResult:
     """One step of one layer.
 
-    error: the largest difference from the oracle, which rounds keys and values to the storage
-    dtype as the cache does. storage_error: what that rounding alone changes. tolerance: what
-    `error` may be.
+    error: the largest difference from the recomputation, which rounds keys and values to the
+    storage dtype as the cache does. storage_error: what that rounding alone changes. tolerance:
+    what `error` may be.
     """
 
     step: int
@@ -42,8 +42,6 @@ class OpResult:
 
 def run(request: OpRequest) -> Iterator[OpResult]:
     """The result of every step and layer, in the order in which a model would call the op."""
-    stored = AttentionOracle(request.geometry, request.config.kv_dtype)
-    exact = AttentionOracle(request.geometry)
     # A row that outweighs the others passes its own size on to the answer.
     largest = float(np.abs(request.tensors.values).max())
     tolerance = request.tolerance * max(1.0, largest)
@@ -52,8 +50,8 @@ def run(request: OpRequest) -> Iterator[OpResult]:
         for step, tokens in enumerate(request.steps):
             for layer, window in enumerate(request.geometry.windows):
                 answer = _answer(request, layer, position, tokens)
-                truth = _oracle(stored, request, layer, position, tokens)
-                ideal = _oracle(exact, request, layer, position, tokens)
+                truth = recomputed(request, layer, position, tokens, request.config.kv_dtype)
+                ideal = recomputed(request, layer, position, tokens)
                 yield OpResult(
                     step,
                     layer,
@@ -67,46 +65,49 @@ def run(request: OpRequest) -> Iterator[OpResult]:
             position += tokens
 
 
-def _rows(request: OpRequest, layer: int, position: int, tokens: int) -> tuple[Array, Array, Array]:
-    tensors = request.tensors
-    rows = slice(position, position + tokens)
-    return (
-        tensors.queries[layer][:, :, rows],
-        tensors.keys[layer][:, :, rows],
-        tensors.values[layer][:, :, rows],
-    )
-
-
 def _answer(request: OpRequest, layer: int, position: int, tokens: int) -> Array:
-    rows = _rows(request, layer, position, tokens)
-    queries, keys, values = (mx.array(array) for array in rows)
-    sinks = request.tensors.sinks
-    answer = update_and_attend(
-        queries,
-        keys,
-        values,
-        position,
-        layer,
-        request.scale,
-        sinks=None if sinks is None else mx.array(sinks),
-        softcap=request.softcap,
+    tensors, step = request.tensors, slice(position, position + tokens)
+    arrays = (tensors.queries, tensors.keys, tensors.values)
+    queries, keys, values = (mx.array(array[layer][:, :, step]) for array in arrays)
+    return np.array(
+        update_and_attend(
+            queries, keys, values, position, layer, request.scale, **_options(request)
+        )
     )
-    return np.array(answer)
 
 
-def _oracle(
-    oracle: AttentionOracle, request: OpRequest, layer: int, position: int, tokens: int
+def recomputed(
+    request: OpRequest, layer: int, position: int, tokens: int, kv_dtype: str | None = None
 ) -> Array:
-    queries, keys, values = _rows(request, layer, position, tokens)
-    return oracle.step(
-        layer,
-        queries,
-        keys,
-        values,
-        request.scale,
-        sinks=request.tensors.sinks,
-        softcap=request.softcap,
-    )
+    """The answer to a step over all rows so far, without a cache, in float32.
+
+    kv_dtype: what keys and values are rounded to first.
+    """
+    tensors, end = request.tensors, position + tokens
+    queries = mx.array(tensors.queries[layer][:, :, position:end])
+    keys, values = (mx.array(array[layer][:, :, :end]) for array in (tensors.keys, tensors.values))
+    if kv_dtype is not None:
+        dtype = getattr(mx, kv_dtype)
+        keys, values = (rows.astype(dtype).astype(mx.float32) for rows in (keys, values))
+    mask = mx.array(visible(position, tokens, request.geometry.windows[layer]))
+    spec = AttendSpec("explicit", mask)
+    return np.array(attend(queries, keys, values, spec, request.scale, **_options(request)))
+
+
+def visible(start: int, tokens: int, window: int) -> Array:
+    """Which of the positions 0 .. start + tokens - 1 each query sees: bool [T, start + T].
+
+    The query at position p sees p and what is before it; with a window, only its newest positions.
+    """
+    queries = np.arange(start, start + tokens)[:, None]
+    rows = np.arange(start + tokens)[None]
+    seen = rows <= queries
+    return seen & (rows > queries - window) if window else seen
+
+
+def _options(request: OpRequest) -> dict[str, Any]:
+    sinks = request.tensors.sinks
+    return {"sinks": None if sinks is None else mx.array(sinks), "softcap": request.softcap}
 
 
 def result_line(result: OpResult) -> str:

@@ -74,7 +74,7 @@ class BatchedLayout(SharedLayout):
 
     def forked(self) -> None:
         """Record that a sequence was forked: the placement is dropped, as by every verb."""
-        self._placed = None
+        self._dropped()
 
     def check_rewind(self, sequence: int, position: int) -> None:
         super().check_rewind(sequence, position)
@@ -91,11 +91,11 @@ class BatchedLayout(SharedLayout):
         del self._members[sequence]
         self._claimed.pop(sequence, None)
         self._return_id(sequence)
-        self._placed = None
+        self._dropped()
 
     def finish_step(self) -> None:
-        if self._placed is not None:
-            for sequence in self._placed.starts:
+        if self.placed is not None:
+            for sequence in self.placed.starts:
                 self._claimed.pop(sequence, None)
         super().finish_step()
 

@@ -32,12 +32,13 @@ class CellLayout(SharedLayout):
         self._used = 0
         # Free cells below used_end, and possibly some beyond it that were cut off.
         self._holes: list[int] = []
-        self._members: dict[int, _Member] = {}
+        #: The live sequences by id, to be read and not changed.
+        self.members: dict[int, _Member] = {}
         self._placed_cells = array(CELL_TYPE)
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        return tuple(sorted(self._members))
+        return tuple(sorted(self.members))
 
     @property
     def used(self) -> int:
@@ -60,12 +61,12 @@ class CellLayout(SharedLayout):
         Raises `UnknownSequenceError`.
         """
         self.position(sequence)
-        return self._members[sequence].cells
+        return self.members[sequence].cells
 
     def is_contiguous(self, sequence: int, first: int = 0) -> bool:
         """Whether the positions from `first` on lie in consecutive cells, in order."""
         self.position(sequence)
-        breaks = self._members[sequence].breaks
+        breaks = self.members[sequence].breaks
         return not breaks or breaks[-1] <= first
 
     def owners(self, cell: int) -> tuple[int, ...]:
@@ -79,7 +80,7 @@ class CellLayout(SharedLayout):
     def new(self) -> int:
         """Begin an empty sequence and answer its id, the lowest that is not in use."""
         sequence = self._lowest_unused_id()
-        self._members[sequence] = _Member(array(CELL_TYPE), [])
+        self.members[sequence] = _Member(array(CELL_TYPE), [])
         return sequence
 
     def fork(self, sequence: int, up_to: int | None = None) -> int:
@@ -89,14 +90,14 @@ class CellLayout(SharedLayout):
         `StepError` for rows of an unfinished step.
         """
         length = self.fork_length(sequence, up_to)
-        twin = self._members[sequence].prefix(length)
+        self._dropped()
+        twin = self.members[sequence].prefix(length)
         identity = self._lowest_unused_id()
         joined = _WithOwner(1 << identity)
         for start, count in twin.runs():
             end = start + count
             self._owners[start:end] = map(joined.__getitem__, self._owners[start:end])
-        self._members[identity] = twin
-        self._placed = None
+        self.members[identity] = twin
         return identity
 
     def remove(self, sequence: int) -> None:
@@ -105,9 +106,9 @@ class CellLayout(SharedLayout):
         Raises `UnknownSequenceError`.
         """
         self.position(sequence)
-        self._disown(sequence, self._members.pop(sequence).cells)
+        self._dropped()
+        self._disown(sequence, self.members.pop(sequence).cells)
         self._return_id(sequence)
-        self._placed = None
 
     def rewind(self, sequence: int, position: int) -> None:
         """Forget the positions of a sequence from `position` on; any held position will do.
@@ -116,7 +117,8 @@ class CellLayout(SharedLayout):
         an unfinished step.
         """
         self.check_rewind(sequence, position)
-        self._disown(sequence, self._members[sequence].cut(position))
+        self._dropped()
+        self._disown(sequence, self.members[sequence].cut(position))
         self._rewound(sequence)
 
     def plan_defragment(self) -> array[int]:
@@ -129,7 +131,7 @@ class CellLayout(SharedLayout):
         met = bytearray(self.used_end)
         order = array(CELL_TYPE)
         for sequence in self.sequences:
-            for cell in self._members[sequence].cells:
+            for cell in self.members[sequence].cells:
                 if not met[cell]:
                     met[cell] = 1
                     order.append(cell)
@@ -143,36 +145,37 @@ class CellLayout(SharedLayout):
         self._owners = [self._owners[former] for former in order]
         self._positions = array(CELL_TYPE, [self._positions[former] for former in order])
         self._holes = []
-        for sequence, member in self._members.items():
+        for sequence, member in self.members.items():
             moved = _Member(array(CELL_TYPE), [])
             moved.extend([renamed[cell] for cell in member.cells])
-            self._members[sequence] = moved
-        self._placed = None
+            self.members[sequence] = moved
+        self._dropped()
 
     def cell_map(self, width: int = 64) -> str:
         """A drawing of the cells for people: who owns which, where the holes are."""
         return draw_cells(self._owners, self._used, self.capacity, width)
 
     def _length(self, sequence: int) -> int | None:
-        member = self._members.get(sequence)
+        member = self.members.get(sequence)
         return None if member is None else len(member.cells)
 
     def _claim(self, step: DeclaredStep) -> None:
         cells = self._take(step.tokens)
-        for span in step.spans:
-            owner = 1 << span.sequence
-            own = cells[span.first : span.first + span.tokens]
-            for position, cell in enumerate(own, span.position):
+        for sequence, first, tokens, position in step.spans:
+            owner = 1 << sequence
+            own = cells[first : first + tokens]
+            for cell in own:
                 self._owners[cell] = owner
                 self._positions[cell] = position
-            self._members[span.sequence].extend(own)
+                position += 1
+            self.members[sequence].extend(own)
         self._placed_cells = cells
 
     def _take(self, count: int) -> array[int]:
         """The `count` lowest free cells, ascending; those beyond used_end are appended."""
         cells = array(CELL_TYPE)
         holes = self._holes
-        end = self.used_end
+        end = len(self._owners)
         while holes and len(cells) < count:
             if holes[0] >= end:
                 # All that is left was cut off when used_end shrank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from mlx_kvcache.errors import (
     CapacityError,
@@ -14,6 +14,7 @@ from mlx_kvcache.errors import (
     StepError,
     UnknownSequenceError,
 )
+from mlx_kvcache.facts.checks import is_integer
 from mlx_kvcache.layout.steps import DeclaredStep, SpanRequest, StepSpan
 
 
@@ -31,17 +32,18 @@ class SharedLayout(ABC):
     """
 
     def __init__(self, capacity: int, max_context: int | None = None) -> None:
-        if max_context is not None and (
-            isinstance(max_context, bool) or not isinstance(max_context, int) or max_context < 1
-        ):
+        if max_context is not None and not is_integer(max_context, 1):
             raise ConfigError(
                 f"max_context must be an integer >= 1 or None (no limit for a single sequence), "
                 f"got {max_context!r}"
             )
         self.capacity = capacity
         self.max_context = max_context
-        self._declared: DeclaredStep | None = None
-        self._placed: DeclaredStep | None = None
+        #: The step that was declared and is yet to be placed.
+        self.declared: DeclaredStep | None = None
+        #: The step that was placed last, unless a verb or a declaration has followed it.
+        self.placed: DeclaredStep | None = None
+        self._has_moved = False
         self._unfinished: dict[int, int] = {}
         self._next_id = 0
         self._returned_ids: list[int] = []
@@ -74,16 +76,6 @@ class SharedLayout(ABC):
         """The sequences whose newest step was placed but not finished, and where it started."""
         return dict(self._unfinished)
 
-    @property
-    def declared(self) -> DeclaredStep | None:
-        """The step that was declared and is yet to be placed."""
-        return self._declared
-
-    @property
-    def placed(self) -> DeclaredStep | None:
-        """The step that was placed last, unless a verb or a declaration has followed it."""
-        return self._placed
-
     def position(self, sequence: int) -> int:
         """Positions that a sequence holds: its next token's. Raises `UnknownSequenceError`."""
         # True equals 1 as a key, and is no id.
@@ -105,29 +97,44 @@ class SharedLayout(ABC):
         sequence with an unfinished step), `UnknownSequenceError`, `CapacityError` or
         `PositionError`, and then the earlier declaration stands.
         """
-        spans = _read_spans(request)
-        starts = {sequence: self.position(sequence) for sequence, _ in spans}
-        self._admit(spans, starts)
-        step = _place_spans(spans, starts)
-        self.check_positions(step, positions)
-        self._declared = step
-        self._placed = None
+        starts: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        spans: list[StepSpan] = []
+        numbers: list[int] = []
+        for item in request:
+            sequence, tokens = _checked_span(item)
+            if sequence not in ends:
+                ends[sequence] = starts[sequence] = self.position(sequence)
+            position = ends[sequence]
+            spans.append(StepSpan(sequence, len(numbers), tokens, position))
+            ends[sequence] = position + tokens
+            numbers.extend(range(position, position + tokens))
+        step = DeclaredStep(tuple(spans), len(numbers), tuple(numbers), starts)
+        self._admit(step, ends)
+        if positions is not None:
+            self.check_positions(step, positions)
+        self.declared = step
+        self.placed = None
+        self._has_moved = False
         return step
 
     def next_placement(self, positions: Sequence[int] | None = None) -> DeclaredStep:
         """What `place_step` would answer now; raises what it would raise, changes nothing."""
-        step = self._declared
+        step = self.declared
         if step is not None:
-            self.check_positions(step, positions)
-            self._check_still_fits(step)
+            if positions is not None:
+                self.check_positions(step, positions)
+            if self._has_moved:
+                self._check_still_fits(step)
             return step
-        step = self._placed
+        step = self.placed
         if step is None:
             raise StepError(
                 "no step is declared, or a verb has dropped the one that ran; "
                 "call declare_step before every forward pass"
             )
-        self.check_positions(step, positions)
+        if positions is not None:
+            self.check_positions(step, positions)
         return step
 
     def place_step(self, positions: Sequence[int] | None = None) -> DeclaredStep:
@@ -137,22 +144,22 @@ class SharedLayout(ABC):
         `PositionError` when the positions are not the declared ones.
         """
         step = self.next_placement(positions)
-        if step is self._declared:
+        if step is self.declared:
             self._claim(step)
-            self._declared = None
-            self._placed = step
+            self.declared = None
+            self.placed = step
             self._unfinished.update(step.starts)
         return step
 
     def finish_step(self) -> None:
         """Record that every layer has written the placed step."""
-        if self._placed is not None:
-            for sequence in self._placed.starts:
+        if self.placed is not None:
+            for sequence in self.placed.starts:
                 self._unfinished.pop(sequence, None)
 
     def retract_declaration(self) -> None:
         """Forget a declared step that was not placed."""
-        self._declared = None
+        self.declared = None
 
     def check_finished(self, purpose: str) -> None:
         """Raise `StepError` while the newest step of some sequence is unfinished."""
@@ -166,7 +173,7 @@ class SharedLayout(ABC):
         """How many positions `fork(sequence, up_to)` would share; raises what it would raise."""
         length = self.position(sequence)
         wanted = length if up_to is None else up_to
-        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= length:
+        if not is_integer(wanted, 0, length):
             raise RewindError(
                 f"cannot fork sequence {sequence} up to {wanted!r}: it holds {length} positions; "
                 f"give 0 to {length}, or leave up_to out for all of them"
@@ -181,7 +188,7 @@ class SharedLayout(ABC):
     def check_rewind(self, sequence: int, position: int) -> None:
         """Raise unless `rewind(sequence, position)` is possible, as far as this layout knows."""
         length = self.position(sequence)
-        if isinstance(position, bool) or not isinstance(position, int):
+        if not is_integer(position):
             raise RewindError(f"a rewind needs an integer position, got {position!r}")
         if not 0 <= position <= length:
             raise RewindError(
@@ -206,36 +213,39 @@ class SharedLayout(ABC):
 
     def _rewound(self, sequence: int) -> None:
         self._unfinished.pop(sequence, None)
-        self._placed = None
+        self._dropped()
 
-    def _admit(self, spans: list[tuple[int, int]], starts: dict[int, int]) -> None:
-        for sequence in starts:
+    def _dropped(self) -> None:
+        """A verb changes the sequences: the placement goes, a declaration may be out of date."""
+        self.placed = None
+        self._has_moved = True
+
+    def _admit(self, step: DeclaredStep, ends: Mapping[int, int]) -> None:
+        if not step.tokens:
+            raise StepError("a step needs at least one token; leave the step out instead")
+        for sequence in step.starts:
             if sequence in self._unfinished:
                 raise StepError(
                     f"the newest step of sequence {sequence} was not finished by every layer; "
                     f"abandon_step, or rewind it to {self._unfinished[sequence]}, or remove it"
                 )
-        tokens = sum(count for _, count in spans)
-        if tokens > self.free:
+        if step.tokens > self.free:
             raise CapacityError(
-                f"a step of {tokens} tokens does not fit: {self.used} of {self.capacity} "
+                f"a step of {step.tokens} tokens does not fit: {self.used} of {self.capacity} "
                 f"positions are used and {self.free} are free; remove or rewind sequences, "
                 "or make the cache with a larger capacity"
             )
         if self.max_context is None:
             return
-        ends = dict(starts)
-        for sequence, count in spans:
-            ends[sequence] += count
-            if ends[sequence] > self.max_context:
+        for sequence, end in ends.items():
+            if end > self.max_context:
                 raise CapacityError(
-                    f"sequence {sequence} would hold {ends[sequence]} positions, but max_context "
+                    f"sequence {sequence} would hold {end} positions, but max_context "
                     f"allows {self.max_context}; rewind it, or make the cache with a larger one"
                 )
 
-    def check_positions(self, step: DeclaredStep, positions: Sequence[int] | None) -> None:
-        if positions is None or positions is step.positions:
-            return
+    def check_positions(self, step: DeclaredStep, positions: Sequence[int]) -> None:
+        """Raise `PositionError` unless these are the positions of the step's tokens."""
         given = tuple(positions)
         if given == step.positions:
             return
@@ -273,38 +283,16 @@ def _listed(sequences: Sequence[int]) -> str:
     return f"{shown}, ... ({len(sequences)} in all)" if len(sequences) > 16 else shown
 
 
-def _read_spans(request: SpanRequest) -> list[tuple[int, int]]:
-    """The spans of a request whose form is right. Raises `StepError`."""
-    spans = []
-    for item in request:
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            raise StepError(
-                f"a step is a list of (sequence id, number of tokens), got {item!r} in it; "
-                "spans_of_tokens makes one from a sequence id for each token"
-            )
-        sequence, tokens = item
-        if not _is_integer(sequence) or not _is_integer(tokens) or tokens < 1:
-            raise StepError(
-                f"each span of a step is a sequence id and a number of tokens >= 1, got {item!r}"
-            )
-        spans.append((sequence, tokens))
-    if not spans:
-        raise StepError("a step needs at least one token; leave the step out instead")
-    return spans
-
-
-def _place_spans(spans: Iterable[tuple[int, int]], starts: dict[int, int]) -> DeclaredStep:
-    """The step of these spans, each continuing its sequence from `starts` on."""
-    placed = []
-    positions: list[int] = []
-    ends = dict(starts)
-    for sequence, tokens in spans:
-        position = ends[sequence]
-        placed.append(StepSpan(sequence, len(positions), tokens, position))
-        ends[sequence] = position + tokens
-        positions.extend(range(position, position + tokens))
-    return DeclaredStep(tuple(placed), len(positions), tuple(positions), dict(starts))
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _checked_span(item: object) -> tuple[int, int]:
+    """A span of a request whose form is right. Raises `StepError`."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise StepError(
+            f"a step is a list of (sequence id, number of tokens), got {item!r} in it; "
+            "spans_of_tokens makes one from a sequence id for each token"
+        )
+    sequence, tokens = item
+    if type(sequence) is not int or type(tokens) is not int or tokens < 1:
+        raise StepError(
+            f"each span of a step is a sequence id and a number of tokens >= 1, got {item!r}"
+        )
+    return sequence, tokens

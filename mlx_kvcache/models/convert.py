@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import re
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -16,7 +15,7 @@ from mlx_kvcache.models.gguf_file import GGUFFile, open_gguf
 from mlx_kvcache.models.gguf_tokenizer import write_tokenizer
 from mlx_kvcache.models.gguf_weights import Parameter, parameters
 from mlx_kvcache.models.progress import showing
-from mlx_kvcache.models.store import Workspace, build_once
+from mlx_kvcache.models.store import Workspace, build_once, write_json
 
 # Part of every directory name: raise it whenever the same file would convert differently.
 CONVERTER = 1
@@ -70,7 +69,7 @@ def convert(path: Path, directory: Path, shard_bytes: int = SHARD_BYTES) -> None
     if len(shards) > 1:
         _write_index(directory, shards, dtype.size)
     config["torch_dtype"] = _name(dtype)
-    _write_json(directory / "config.json", config)
+    write_json(directory / "config.json", config)
 
 
 def storage_dtype(file: GGUFFile, plan: list[Parameter]) -> mx.Dtype:
@@ -116,10 +115,7 @@ def _shards(plan: list[Parameter], item_bytes: int, shard_bytes: int) -> list[li
 
 
 def _bytes(parameter: Parameter, item_bytes: int) -> int:
-    size = item_bytes
-    for extent in parameter.shape:
-        size *= extent
-    return size
+    return math.prod(parameter.shape, start=item_bytes)
 
 
 def _save(directory: Path, weights: dict[str, mx.array], index: int, count: int) -> None:
@@ -139,12 +135,8 @@ def _write_index(directory: Path, shards: list[list[Parameter]], item_bytes: int
     }
     total = sum(_bytes(parameter, item_bytes) for shard in shards for parameter in shard)
     content = {"metadata": {"total_size": total}, "weight_map": names}
-    _write_json(directory / "model.safetensors.index.json", content)
+    write_json(directory / "model.safetensors.index.json", content)
 
 
 def _name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

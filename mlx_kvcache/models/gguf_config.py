@@ -43,7 +43,9 @@ def config_from(file: GGUFFile) -> Config:
     name = architecture(file)
     config = _shared(file, name)
     _refuse_experts(file, name)
-    return _FAMILIES[name](file, config)
+    own = _FAMILIES[name](file, config)
+    scaling = rope_scaling(file, name, config["rope_theta"], config["head_dim"])
+    return {**own, **config, **({} if scaling is None else {"rope_scaling": scaling})}
 
 
 def _shared(file: GGUFFile, name: str) -> Config:
@@ -73,15 +75,13 @@ def _shared(file: GGUFFile, name: str) -> Config:
     }
 
 
-def _llama(file: GGUFFile, config: Config) -> Config:
+def _llama(file: GGUFFile, _config: Config) -> Config:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        **config,
-        **_scaling(file, "llama", config),
     }
 
 
@@ -96,20 +96,16 @@ def _qwen2(file: GGUFFile, config: Config) -> Config:
         "architectures": ["Qwen2ForCausalLM"],
         "hidden_act": "silu",
         "use_sliding_window": False,
-        **config,
-        **_scaling(file, "qwen2", config),
     }
 
 
-def _qwen3(file: GGUFFile, config: Config) -> Config:
+def _qwen3(_file: GGUFFile, _config: Config) -> Config:
     return {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,
-        **config,
-        **_scaling(file, "qwen3", config),
     }
 
 
@@ -136,8 +132,6 @@ def _gemma3(file: GGUFFile, config: Config) -> Config:
         "sliding_window": _positive(file, "gemma3.attention.sliding_window"),
         "sliding_window_pattern": pattern,
         "layer_types": kinds,
-        **config,
-        **_scaling(file, "gemma3", config),
     }
 
 
@@ -154,11 +148,6 @@ ARCHITECTURES = tuple(sorted(_FAMILIES))
 def decimal(value: float) -> float:
     """The shortest decimal that is the same float32: 1e-05 where the file holds 9.9999997e-06."""
     return float(str(np.float32(value)))
-
-
-def _scaling(file: GGUFFile, name: str, config: Config) -> Config:
-    scaling = rope_scaling(file, name, config["rope_theta"], config["head_dim"])
-    return {} if scaling is None else {"rope_scaling": scaling}
 
 
 def _positive(file: GGUFFile, key: str) -> int:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, process
 
 from mlx_kvcache.errors import ModelFormatError, UnsupportedModelError
 from mlx_kvcache.models.gguf_file import GGUFFile
+from mlx_kvcache.models.store import write_json
 
 # ggml's token types.
 _CONTROL = 3
@@ -100,13 +101,13 @@ def write_tokenizer(file: GGUFFile, architecture: str, directory: Path) -> None:
             config[name] = token
     if template := file.find("tokenizer.chat_template", str):
         config["chat_template"] = template
-    _write_json(directory / "tokenizer_config.json", config)
+    write_json(directory / "tokenizer_config.json", config)
     generation = {
         "bos_token_id": file.find("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": end_tokens(file),
     }
     present = {key: value for key, value in generation.items() if value not in (None, [])}
-    _write_json(directory / "generation_config.json", present)
+    write_json(directory / "generation_config.json", present)
 
 
 _SPECIAL = {
@@ -265,7 +266,3 @@ def _set_bos(file: GGUFFile, tokenizer: Tokenizer, kind: str, split: str | None)
         pair=f"{bos}:0 $A:0 {bos}:1 $B:1",
         special_tokens=[(bos, identifier)],
     )
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,10 +17,11 @@ from mlx_kvcache.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from mlx_kvcache.facts.config import KV_DTYPES
 from mlx_kvcache.models.resolve import parse_config, resolve
 from mlx_kvcache.models.store import has_weights
 
-DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in KV_DTYPES}
 
 # What mlx-lm and transformers let through from a config that lacks a field or has one of another
 # type, a weight of another shape, or a weights file that is cut short.
@@ -66,7 +67,7 @@ def cast(model: Module, dtype: mx.Dtype) -> None:
 
     Parameters that the model's `cast_predicate` exempts are left as they are.
     """
-    wanted = getattr(model, "cast_predicate", None) or _any_parameter
+    wanted = getattr(model, "cast_predicate", None) or (lambda _: True)
     changed = [
         (path, value.astype(dtype))
         for path, value in _parameters(model)
@@ -77,10 +78,6 @@ def cast(model: Module, dtype: mx.Dtype) -> None:
 
 def _parameters(model: Any) -> list[tuple[str, Any]]:
     return typing.cast("list[tuple[str, Any]]", tree_flatten(model.parameters()))
-
-
-def _any_parameter(_: str) -> bool:
-    return True
 
 
 def _dtype(dtype: str | mx.Dtype | None) -> mx.Dtype | None:

@@ -32,9 +32,7 @@ def resolve(name: str | Path) -> Path:
     if text in DEMOS:
         return demo_directory(DEMOS[text])
     path = _existing(text)
-    if path is None:
-        return _checked_directory(_from_hub(_hub_id(text), _ALL))
-    return _resolve_local(path)
+    return _from_hub(text, _ALL) if path is None else _resolve_local(path)
 
 
 def read_config(name: str | Path) -> dict[str, Any]:
@@ -45,15 +43,15 @@ def read_config(name: str | Path) -> dict[str, Any]:
     """
     text = str(name)
     path = _existing(text)
-    if text not in DEMOS and path is None:
-        directory = _checked_directory(_from_hub(_hub_id(text), _CONFIG_ONLY))
-        return parse_config(directory / "config.json")
-    if text not in DEMOS and path is not None and path.is_file():
-        if path.suffix == ".json":
-            return parse_config(path)
-        if is_gguf(path):
-            return config_from(open_gguf(path))
-    return parse_config(resolve(text) / "config.json")
+    if text in DEMOS:
+        return parse_config(resolve(text) / "config.json")
+    if path is None:
+        return parse_config(_from_hub(text, _CONFIG_ONLY) / "config.json")
+    if path.suffix == ".json" and path.is_file():
+        return parse_config(path)
+    if path.is_file() and is_gguf(path):
+        return config_from(open_gguf(path))
+    return parse_config(_resolve_local(path) / "config.json")
 
 
 def parse_config(path: Path) -> dict[str, Any]:
@@ -108,14 +106,15 @@ def _hub_id(text: str) -> str:
     )
 
 
-def _from_hub(identifier: str, patterns: tuple[str, ...]) -> Path:
+def _from_hub(text: str, patterns: tuple[str, ...]) -> Path:
     """The local snapshot of a hub model, with the files that `patterns` names."""
     from huggingface_hub import snapshot_download
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+    identifier = _hub_id(text)
     allowed = list(patterns or DEFAULT_ALLOW_PATTERNS)
     try:
-        return Path(snapshot_download(identifier, allow_patterns=allowed))
+        snapshot = Path(snapshot_download(identifier, allow_patterns=allowed))
     # The hub client lets errors of its HTTP library through, and that library has changed.
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "no reason given")
@@ -125,3 +124,4 @@ def _from_hub(identifier: str, patterns: tuple[str, ...]) -> Path:
             "for a gated model, HF_TOKEN; or pass a local directory or .gguf file, or the demo "
             "'smollm2'"
         ) from error
+    return _checked_directory(snapshot)

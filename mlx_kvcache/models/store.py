@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -58,6 +60,11 @@ def build_once(name: str, build: Callable[[Workspace], None]) -> Path:
         if not is_complete(final):
             _build(final, build)
     return final
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write one of a model's JSON files, as a person reads them too."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _build(final: Path, build: Callable[[Workspace], None]) -> None:

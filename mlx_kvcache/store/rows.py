@@ -209,7 +209,10 @@ def _written(buffer: mx.array, placement: Placement, rows: mx.array) -> mx.array
     if len(runs) == 1:
         # Rows that the step itself pushes out of a ring come first.
         skipped = rows.shape[2] - runs[0].length
-        return write_rows(buffer, rows[:, :, skipped:] if skipped else rows, starts[0])
+        rows = rows[:, :, skipped:] if skipped else rows
+        if isinstance(starts[0], mx.array):
+            return slice_update(buffer, rows, starts[0], ROW_AXIS)
+        return write_rows(buffer, rows, starts[0])
     if _wraps(runs, buffer.shape[2]):
         skipped = rows.shape[2] - runs[0].length - runs[1].length
         rows = rows[:, :, skipped:] if skipped else rows

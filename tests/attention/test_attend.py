@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_kvcache.cache.attention import AttendSpec, attend
-from mlx_kvcache.control import attention_oracle
 from mlx_kvcache.errors import AttentionError, UpdateDtypeError, UpdateShapeError
+from tests.support import attention_oracle
 from tests.support.brute_force_attention import History, numbers
 from tests.support.op_driver import CLOSE, Layer, draw, make_cache, step_rows
 
@@ -187,11 +187,11 @@ def test_what_a_cache_hands_out(window: int, tokens: int, held: int) -> None:
     assert spec.kind == HANDED_OUT[window, tokens, held]
 
 
-def shipped_oracle(window: int, chunks: list[int], **options: Any) -> tuple[Any, Any]:
-    """The answers of the oracle that the package ships, and of the brute-force one."""
+def array_oracle(window: int, chunks: list[int], **options: Any) -> tuple[Any, Any]:
+    """The answers of the oracle that computes with whole arrays, and of the brute-force one."""
     layer = Layer(window=window, kv_heads=2, group=2, key_dim=4, value_dim=3)
     geometry = make_cache([layer]).geometry
-    shipped = attention_oracle.AttentionOracle(geometry, options.pop("kv_dtype", None))
+    quick = attention_oracle.AttentionOracle(geometry, options.pop("kv_dtype", None))
     history = History(window, options.pop("dtype", None))
     random = np.random.default_rng(2)
     sinks = draw(random, 4) if options.pop("sinks", False) else None
@@ -200,7 +200,7 @@ def shipped_oracle(window: int, chunks: list[int], **options: Any) -> tuple[Any,
         arrays = step_rows(layer, random, 2, tokens)
         history.write(start, *arrays[1:])
         known = None if sinks is None else numbers(sinks)
-        answers.append(shipped.step(0, *map(np.array, arrays), 0.6, sinks=known, **options))
+        answers.append(quick.step(0, *map(np.array, arrays), 0.6, sinks=known, **options))
         truths.append(history.attend(start, arrays[0], 0.6, sinks, **options))
         start += tokens
     return np.concatenate(answers, 2), np.concatenate(truths, 2)
@@ -218,17 +218,17 @@ def shipped_oracle(window: int, chunks: list[int], **options: Any) -> tuple[Any,
     ],
     ids=str,
 )
-def test_the_shipped_oracle_is_the_brute_force_one(window: int, options: dict[str, Any]) -> None:
-    shipped, truth = shipped_oracle(window, [5, 1, 2], **dict(options))
-    assert np.abs(shipped - truth).max() < 1e-12
+def test_the_array_oracle_is_the_brute_force_one(window: int, options: dict[str, Any]) -> None:
+    quick, truth = array_oracle(window, [5, 1, 2], **dict(options))
+    assert np.abs(quick - truth).max() < 1e-12
     if options:
-        plain, _ = shipped_oracle(window, [5, 1, 2])
+        plain, _ = array_oracle(window, [5, 1, 2])
         # A single visible row takes all the weight, so capping its score does nothing.
         if options != {"softcap": 1.5} or window != 1:
-            assert np.abs(shipped - plain).max() > 1e-4
+            assert np.abs(quick - plain).max() > 1e-4
 
 
-def test_the_shipped_oracle_forgets_what_was_rewound() -> None:
+def test_the_array_oracle_forgets_what_was_rewound() -> None:
     layer = Layer()
     geometry = make_cache([layer]).geometry
     random = np.random.default_rng(2)

@@ -155,7 +155,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bug("the first break is enough to look at")
 def _(patch: pytest.MonkeyPatch) -> None:
     def is_contiguous(self: CellLayout, sequence: int, first: int = 0) -> bool:
-        breaks = self._members[sequence].breaks
+        breaks = self.members[sequence].breaks
         return not breaks or breaks[0] <= first
 
     patch.setattr(CellLayout, "is_contiguous", is_contiguous)

@@ -27,7 +27,7 @@ def gemma3():
 def check(conversation):
     """The cache goes on as a cold run over the conversation's tokens, whose logits are near 10."""
     tokens, model = conversation.tokens, conversation.cached.model
-    assert conversation.cached.held == tokens
+    assert conversation.history.held == len(tokens)
     warm = warm_logits(conversation, 100)
     assert distance(warm, cold_logits(model, [*tokens, 100])) < 2e-3
     assert distance(warm, cold_logits(model, [*tokens[:-1], 101, 100])) > 0.1

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_kvcache import make_prompt_cache
-from mlx_kvcache.chat.conversation import ChatOptions, Conversation, common_prefix, spans
-from mlx_kvcache.chat.script import TemplateScript
+from mlx_kvcache.chat.conversation import ChatOptions, Conversation, spans
+from mlx_kvcache.chat.text import TemplateScript, stop_tokens
 from mlx_kvcache.control.registry import REGISTRY
 from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.integrations.sampling import Sampling
@@ -127,9 +127,9 @@ def test_the_turn_end_of_the_template_ends_an_answer_though_the_config_leaves_it
             return [50] if text.startswith("<end>") else [ord(each) for each in text]
 
     fake = Fake()
-    assert TemplateScript(fake, None).end_tokens == {2, 50}
+    assert TemplateScript(fake, None).stop_tokens == stop_tokens(fake) == {2, 50}
     fake.all_special_ids = (2,)
-    assert TemplateScript(fake, None).end_tokens == {2}
+    assert TemplateScript(fake, None).stop_tokens == stop_tokens(fake) == {2}
 
 
 def letters():
@@ -300,10 +300,7 @@ def test_a_conversation_is_in_the_registry_until_it_is_closed(begin):
     assert REGISTRY.keys() == known
 
 
-def test_spans_and_prefixes():
+def test_spans():
     assert list(spans(0, 10, 4, [])) == [(0, 4), (4, 8), (8, 10)]
     assert list(spans(3, 10, 4, [0, 3, 5, 10, 12])) == [(3, 5), (5, 9), (9, 10)]
     assert list(spans(5, 5, 4, [2])) == list(spans(6, 5, 4, [])) == []
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([1, 2], [1, 2, 4]) == common_prefix([1, 2, 4], [1, 2]) == 2
-    assert common_prefix([], [1]) == 0

@@ -18,7 +18,7 @@ def snapshot(conversation):
     return (
         list(conversation.tokens),
         conversation.turns,
-        list(cached.held),
+        conversation.history.held,
         cached.sequence.length,
         cached.sequence.rewind_floor,
         [layer.offset for layer in cached.sequence.layers],

@@ -78,8 +78,8 @@ def test_a_prompt_alone_over_capacity(run, llama, calls):
         ("--top-p", "0", "--top-p must be above 0 and at most 1, got 0.0"),
         ("--top-p", "1.01", "got 1.01"),
         ("--top-p", "nan", "got nan"),
-        ("--seed", "-1", "--seed must be between 0 and"),
-        ("--seed", str(2**64), "--seed must be between 0 and"),
+        ("--seed", "-1", "--seed must be an integer from 0 to"),
+        ("--seed", str(2**64), "--seed must be an integer from 0 to"),
         ("--capacity", "0", "--capacity must be between 1 and"),
         ("--capacity", str(2**31), f"got {2**31}"),
         ("--kv-dtype", "int8", "--kv-dtype must be one of float32, float16, bfloat16, got 'int8'"),
@@ -112,7 +112,7 @@ def test_an_empty_prompt(run, llama, prompt):
 
 
 def test_no_prompt_at_a_terminal(run, llama, monkeypatch):
-    options = import_module("mlx_kvcache.commands.options")
+    options = import_module("mlx_kvcache.commands.generate")
 
     class Terminal:
         def isatty(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm
@@ -256,6 +257,67 @@ def test_an_end_token_stops_the_answer(run, llama, tmp_path):
     assert facts["text"].split() == [f"w{token}" for token in tokens[:place]]
 
 
+#: Only an answer is ended, so the prompt does not depend on the token that does it.
+ENDING = (
+    "{%% for message in messages %%}{%% if message.role == 'assistant' %%}"
+    "{{ message.content }} w%d {%% else %%}w90 {{ message.content }} {%% endif %%}{%% endfor %%}w92"
+)
+
+
+def test_the_turn_end_of_the_template_stops_all_commands(run, tmp_path, chatty):
+    """A special token that the template puts after an answer, and that the config leaves out."""
+    _, tokens = reference(chatty, (90, *PROMPT, 92), COUNT)
+    end = next(token for token in tokens[3:] if token not in tokens[:3])
+    place = tokens.index(end)
+    special = write_model(tmp_path / "special", template=ENDING % end, special=(f"w{end}",))
+    plain = write_model(tmp_path / "plain", template=ENDING % end)
+    base = (words(*PROMPT), "--max-tokens", COUNT, "--json", "--model")
+    facts = answer(run("generate", *base, special))
+    assert facts["finish_reason"] == "stop"
+    assert facts["token_ids"] == tokens[: place + 1]
+    assert facts["text"].split() == [f"w{token}" for token in tokens[:place]]
+    piped = {"stdin": words(*PROMPT) + "\n"}
+    (result,) = map(
+        json.loads,
+        run("batch", "-m", special, "--max-tokens", COUNT, **piped).stdout.splitlines(),
+    )
+    for name in ("finish_reason", "token_ids", "text"):
+        assert result[name] == facts[name]
+    said = run("chat", "-m", special, "--max-tokens", COUNT, **piped)
+    assert said.stdout.split() == facts["text"].split()
+    # Neither an ordinary token of the template nor the template left out ends an answer.
+    assert answer(run("generate", *base, plain))["token_ids"] == tokens
+    raw = answer(run("generate", *base, special, "--raw"))
+    assert raw["token_ids"] == answer(run("generate", *base, plain, "--raw"))["token_ids"]
+    assert raw["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero; use --raw"),
+        ("{{ messages + 1 }}", "TypeError: "),
+        ("{% for", "; use --raw"),
+        ("{{ messages[7].content.x }}", "has no element 7; use --raw"),
+    ],
+)
+def test_a_template_that_fails_is_refused(run, tmp_path, template, said):
+    directory = write_model(tmp_path, template=template)
+    prompt = words(*PROMPT)
+    for arguments, stdin in (
+        (("generate", prompt), None),
+        (("batch",), prompt + "\n"),
+        (("chat",), prompt + "\n"),
+    ):
+        result = run(*arguments, "--model", directory, stdin=stdin)
+        assert result.exit_code == 2, result.stderr
+        assert result.stdout == ""
+        assert "the model's chat template refuses this: " in result.stderr
+        assert said in result.stderr
+        assert "use --raw" in result.stderr
+    assert run("generate", prompt, "--model", directory, "--raw").exit_code == 0
+
+
 def test_times_are_wall_clock(monkeypatch):
     """A slow first token and slow later ones must show in the two speeds."""
     now = [0.0]
@@ -272,7 +334,12 @@ def test_times_are_wall_clock(monkeypatch):
             yield Response()
 
     monkeypatch.setattr(import_module("mlx_lm.generate"), "stream_generate", slow)
-    generation = Generation(None, None, [1] * 8, None, 11)
+
+    class Tokenizer:
+        eos_token_ids = frozenset()
+
+    cache = SimpleNamespace(sequence=SimpleNamespace(length=0, rewind=lambda _: None))
+    generation = Generation(None, Tokenizer(), [1] * 8, cache, 11, frozenset())
     assert generation.prefill_tokens_per_second is None
     assert len(list(generation.pieces())) == 11
     assert generation.first_token_seconds == 4.0

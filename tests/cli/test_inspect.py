@@ -9,8 +9,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 
 from mlx_kvcache import CacheGeometry, make_prompt_cache
-from mlx_kvcache.commands.context import position_limit
 from mlx_kvcache.commands.figures import ranges_text, size_text
+from mlx_kvcache.commands.loading import position_limit
 from mlx_kvcache.errors import KVCacheError
 from mlx_kvcache.facts.layer_kinds import layer_groups, summary
 from mlx_kvcache.integrations.tracing import is_kv_cache, leaves

@@ -135,6 +135,15 @@ def test_a_long_prefill_shows_a_bar_on_a_terminal_only(llama):
     assert piped.stdout == answer
 
 
+def test_a_batch_shows_a_bar_on_a_terminal(llama, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{PROMPT}\n{words(7)}\n")
+    shown, answers = on_a_terminal("batch", file, "--model", llama, "--max-tokens", "4")
+    assert "answering" in shown
+    assert "tokens/s" in shown[: shown.index("batch   2 finished")]
+    assert len(answers.splitlines()) == 2
+
+
 def test_a_short_prompt_shows_no_bar(llama):
     shown, answer = on_a_terminal("generate", PROMPT, "--model", llama, "--max-tokens", "4")
     assert "reading the prompt" not in shown

@@ -1,7 +1,7 @@
 """Attention by the definition, one query and one row at a time, in plain numpy float64.
 
-Rows are kept in dictionaries by position. Nothing here is shared with the package, nor with the
-oracle that the package brings along for its `op` command.
+Rows are kept in dictionaries by position. Nothing here is shared with the package, nor with
+`AttentionOracle`, which computes with whole arrays.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ def cold_logits(model: Any, tokens: Sequence[int]) -> mx.array:
 def warm_logits(conversation: Conversation, token: int) -> mx.array:
     """The logits after one more token, on a copy of the conversation's cache."""
     cached = conversation.cached
-    cache = copy.deepcopy(cached.cache)
+    cache = cached.cache.fork()
     return cached.model(mx.array([[token]]), cache=cache)[0, -1]
 
 
@@ -55,8 +54,8 @@ def check_cache(conversation: Conversation, probe: int = 7) -> None:
     """The cache holds exactly the conversation's tokens: it goes on as a cold run over them."""
     cached = conversation.cached
     tokens = conversation.tokens
-    assert cached.held == tokens
-    assert cached.sequence.length == len(tokens)
+    assert conversation.history.pending == []
+    assert cached.length == cached.sequence.length == len(tokens)
     assert {layer.offset for layer in cached.sequence.layers} == {len(tokens)}
     if len(tokens) + 1 > conversation.capacity:
         return

@@ -367,7 +367,7 @@ def observe(cache: MLXCellCache | MLXBatchedSequenceCache) -> tuple[Any, ...]:
             list(cells._owners),
             list(cells._positions),
             sorted(hole for hole in cells._holes if hole < cells.used_end),
-            [(list(m.cells), list(m.breaks)) for m in cells._members.values()],
+            [(list(m.cells), list(m.breaks)) for m in cells.members.values()],
             cells.placed_cells.tolist(),
         ]
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,14 @@ def write_model(
     changes: Mapping[str, Any] | None = None,
     chat: bool = False,
     without: str = "",
+    template: str | None = None,
+    special: Sequence[str] = (),
 ) -> Path:
-    """A model of `family` with random weights, and a tokenizer of 96 words."""
+    """A model of `family` with random weights, and a tokenizer of 96 words.
+
+    It has a chat template: the usual one under `chat`, or `template`. special: words that are
+    special tokens too.
+    """
     config = config_of(family, changes)
     config.pop(without, None)
     directory.mkdir(parents=True, exist_ok=True)
@@ -69,10 +75,14 @@ def write_model(
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=list(special),
     )
-    if chat:
-        wrapped.chat_template = CHAT_TEMPLATE
+    if chat or template is not None:
+        wrapped.chat_template = CHAT_TEMPLATE if template is None else template
     wrapped.save_pretrained(directory)
     return directory
 
