@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Machine:
             mlx=version("mlx"),
             mlx_lm=version("mlx-lm"),
             mlx_kvcache=mlx_kvcache.__version__,
-            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
     @property

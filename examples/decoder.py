@@ -20,13 +20,22 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.activations import gelu_approx, silu
 
-from mlx_kvcache import AttentionBackend, CacheConfig, CacheGeometry, CacheSession
-from mlx_kvcache.control.op import update_and_attend
+from mlx_kvcache import (
+    AttentionBackend,
+    CacheConfig,
+    CacheGeometry,
+    CacheSession,
+    SharedControl,
+    current_cache,
+    update_and_attend,
+)
 from mlx_kvcache.errors import KVCacheError, UnsupportedModelError
 from mlx_kvcache.facts.config import KV_DTYPES
 from mlx_kvcache.models import read_config, resolve
 
 Weights = dict[str, mx.array]
+#: The kinds of cache, all of which serve the model through the same call.
+KINDS = ("sequence", "cell", "batched")
 
 
 @dataclass(frozen=True)
@@ -253,11 +262,17 @@ def generate(
 
     The prompt is read in steps of `chunk` tokens, then each new token is a step of its own.
     """
+    backend = current_cache() if cache is None else cache
+    # A cache of many sequences is told whose tokens a step brings, before the first layer.
+    many = backend if isinstance(backend, SharedControl) else None
+    sequence = many.new() if many else 0
     position = 0
     unread = list(prompt)
     for _ in range(max_tokens):
         while unread:
             step, unread = unread[:chunk], unread[chunk:]
+            if many:
+                many.declare_step([(sequence, len(step))])
             hidden = decoder(mx.array([step]), position, cache)[:, -1]
             mx.eval(hidden)
             position += len(step)
@@ -276,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--chunk", type=int, default=64, help="tokens of a step of the prompt")
     parser.add_argument("--dtype", choices=KV_DTYPES, default="float32")
+    parser.add_argument("--kind", choices=KINDS, default="sequence", help="the kind of cache")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="the cache's dtype (the model's)")
     options = parser.parse_args(arguments)
     if min(options.max_tokens, options.chunk) < 1:
@@ -294,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = CacheConfig(len(prompt) + options.max_tokens, options.kv_dtype)
     tokens: list[int] = []
     shown = ""
-    with CacheSession(decoder.geometry, config):
+    with CacheSession(decoder.geometry, config, kind=options.kind):
         for token in generate(
             decoder,
             prompt,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from mlx_kvcache.control.factory import FACTORY, CacheFactory
 from mlx_kvcache.control.protocols import (
     AttentionBackend,
-    AttentionLayer,
     Cache,
     SequenceControl,
     SequencePlanner,
@@ -23,7 +22,7 @@ from mlx_kvcache.control.registry import REGISTRY, CacheRegistry, CacheSession, 
 from mlx_kvcache.errors import KVCacheError
 from mlx_kvcache.facts.config import CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
-from mlx_kvcache.facts.metadata import read_metadata, write_metadata
+from mlx_kvcache.facts.metadata_file import read_metadata, write_metadata
 
 if TYPE_CHECKING:
     from mlx_kvcache.cache.attention import AttendSpec, attend
@@ -42,7 +41,6 @@ __all__ = [
     "REGISTRY",
     "AttendSpec",
     "AttentionBackend",
-    "AttentionLayer",
     "Cache",
     "CacheConfig",
     "CacheFactory",

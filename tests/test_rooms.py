@@ -30,6 +30,8 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
 APART: Mapping[str, frozenset[str]] = {
     f"{PACKAGE}.errors": frozenset(),
     f"{PACKAGE}.__main__": frozenset({"commands"}),
+    # The former place of the geometry.
+    f"{PACKAGE}.geometry": frozenset({"facts"}),
     PACKAGE: frozenset(MAY_IMPORT),
 }
 FOR_ALL = f"{PACKAGE}.errors"

@@ -1,10 +1,9 @@
-"""What a cache lets others do, by who calls it and when: named faces, checked by structure.
+"""What a cache lets others do, by who calls it and when: protocols, checked by structure.
 
 The application calls `SequenceControl`, or `SharedControl` of a cache of many sequences, between
-steps. During a step, attention calls
-`AttentionBackend`, and the byte layer asks a `SequencePlanner` for rows. A cache subclasses none
-of them: having the members is enough, for a type checker and for `isinstance`, which looks at
-the names only.
+steps. During a step, attention calls `AttentionBackend`, and the byte layer asks a
+`SequencePlanner` for rows. A cache subclasses none of them: having the members is enough, for a
+type checker and for `isinstance`, which looks at the names only.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mlx_kvcache.facts.config import CacheConfig
-from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry
+from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.layout.runs import StepPlan
 from mlx_kvcache.layout.steps import DeclaredStep, SpanRequest
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from mlx_kvcache.cache.masks import Mask
+    from mlx_kvcache.cache.arguments import Positions
 
 
 @runtime_checkable
@@ -102,53 +101,30 @@ class SequencePlanner(Protocol):
 
 
 @runtime_checkable
-class AttentionLayer(Protocol):
-    """What attention calls during a step on one cache layer. Arrays are `[B, H, rows, D]`."""
-
-    @property
-    def geometry(self) -> LayerGeometry:
-        """Heads, dims and policy."""
-
-    @property
-    def offset(self) -> int:
-        """The position of the next token of this layer."""
-
-    def mask_at(self, position: int, tokens: int) -> Mask:
-        """The mask of a step, be it the next one or the newest one; ask before the update."""
-
-    def wrote_last(self, position: int, tokens: int) -> bool:
-        """Whether this very step is the newest update, so that it need not be written again."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append keys and values [B, H, T, D]; answer the rows that their queries may see."""
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The rows that the newest update was answered with, once more."""
-
-
-@runtime_checkable
 class AttentionBackend(Protocol):
-    """What attention calls during a step: for each layer the mask, then the update.
+    """What attention calls during a step, on every cache: the seam. Arrays are `[B, H, rows, D]`.
 
-    Arrays are `[B, H, rows, D]`; the layer is a cache layer.
+    A cache of many sequences takes the tokens of a declared step as one row, `[1, H, T, D]`.
     """
-
-    def layer(self, index: int) -> AttentionLayer:
-        """One cache layer; raises `LayerIndexError`."""
 
     @property
     def state(self) -> list[mx.array]:
         """Every array that is alive in the cache, for `mx.eval`."""
 
-    def make_mask(
-        self, layer: int, count: int, window: int | None = None, return_array: bool = False
-    ) -> Mask:
-        """The mask of the next `count` tokens, fitting the rows that the update answers with."""
-
-    def update_and_fetch(
-        self, layer: int, keys: mx.array, values: mx.array, position: int | None = None
-    ) -> tuple[mx.array, mx.array]:
-        """Append keys and values [B, H, T, D]; answer the rows that their queries may see."""
+    def attend(
+        self,
+        layer: int,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        *,
+        softcap: float | None = None,
+        out_dtype: mx.Dtype | None = None,
+        positions: Positions | None = None,
+    ) -> mx.array:
+        """Write the step into a cache layer and attend each token to what it may see."""
 
 
 @runtime_checkable
@@ -199,33 +175,11 @@ class SharedControl(Cache, Protocol):
 
 
 @runtime_checkable
-class StepBackend(Protocol):
-    """What a model calls during a step over many sequences, flat and without padding.
-
-    Arrays are `[1, H, T, D]`, the tokens in the declared order; the layer is a cache layer.
-    """
-
-    @property
-    def state(self) -> list[mx.array]:
-        """Every array that is alive in the cache, for `mx.eval`."""
+class StepBackend(AttentionBackend, Protocol):
+    """What a model calls besides during a step over many sequences."""
 
     def step_positions(self) -> mx.array:
         """The position of each token, int32 [T], for rotary embeddings."""
-
-    def attend(
-        self,
-        layer: int,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        sinks: mx.array | None = None,
-        *,
-        softcap: float | None = None,
-        out_dtype: mx.Dtype | None = None,
-        positions: Sequence[int] | None = None,
-    ) -> mx.array:
-        """Write the step into a layer and attend each token to what its sequence may see."""
 
     def attend_again(
         self,

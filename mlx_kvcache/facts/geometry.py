@@ -1,151 +1,27 @@
-"""What the model is: its cache layers, their heads and dims, and who reads which of them.
-
-Immutable facts only. How much memory a run may use, and in which dtype, is `CacheConfig`'s
-business and never stands here.
-"""
+"""What the model is: its cache layers, read from a config or from metadata, and written to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from mlx_kvcache.errors import GeometryError
-from mlx_kvcache.facts.checks import is_integer
+from mlx_kvcache.facts.hf.from_config import layers_from_hf
+from mlx_kvcache.facts.layers import LayerGeometry, LayerMap, LayerPolicy, ModelLayer
+from mlx_kvcache.facts.metadata import layers_from_metadata, metadata_of
 
-_Item = TypeVar("_Item")
-
-PolicyKind = Literal["flat", "ring"]
-
-
-def _require_integer(name: str, value: object, minimum: int) -> None:
-    if not is_integer(value, minimum):
-        raise GeometryError(f"{name} must be an integer >= {minimum}, got {value!r}")
-
-
-def _as_tuple(name: str, values: object, item: type[_Item]) -> tuple[_Item, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise GeometryError(f"{name} must be a sequence of {item.__name__}, got {values!r}")
-    made = tuple(values)
-    for value in made:
-        if not isinstance(value, item):
-            raise GeometryError(f"{name} must hold {item.__name__} only, got {value!r}")
-    return made
+__all__ = ["CacheGeometry", "LayerGeometry", "LayerPolicy", "ModelLayer"]
 
 
 @dataclass(frozen=True)
-class LayerPolicy:
-    """Which rows a layer keeps: all of them (flat), or those of its window (ring).
-
-    `window` counts the newest positions that a query sees, itself included; 0 iff flat.
-    """
-
-    kind: PolicyKind
-    window: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind == "flat":
-            if self.window != 0:
-                raise GeometryError(f"a flat layer has window 0, got {self.window!r}")
-        elif self.kind == "ring":
-            _require_integer("the window of a ring layer", self.window, 1)
-        else:
-            raise GeometryError(f"a layer policy is 'flat' or 'ring', got {self.kind!r}")
-
-    @classmethod
-    def flat(cls) -> LayerPolicy:
-        """The policy that keeps every row."""
-        return cls("flat")
-
-    @classmethod
-    def ring(cls, window: int) -> LayerPolicy:
-        """The policy that keeps what a sliding window of `window` positions can reach."""
-        return cls("ring", window)
-
-    @classmethod
-    def from_window(cls, window: int) -> LayerPolicy:
-        """Flat for 0, a ring for a positive window: the form that metadata and flags use."""
-        _require_integer("a window", window, 0)
-        return cls.ring(window) if window else cls.flat()
-
-
-@dataclass(frozen=True)
-class LayerGeometry:
-    """One cache layer: its policy and the shape of a row.
-
-    `key_dim` and `value_dim` differ for MLA; `value_dim` may be 0 (an indexer that keeps keys
-    only). `shared` marks a layer whose rows other model layers read again within a step.
-    """
-
-    policy: LayerPolicy
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.policy, LayerPolicy):
-            raise GeometryError(
-                f"a layer's policy is a LayerPolicy, got {self.policy!r}; LayerPolicy.flat() and "
-                "LayerPolicy.ring(window) make one"
-            )
-        _require_integer("kv_heads", self.kv_heads, 1)
-        _require_integer("key_dim", self.key_dim, 1)
-        _require_integer("value_dim", self.value_dim, 0)
-
-    @property
-    def elements_per_position(self) -> int:
-        """Numbers stored for one position: keys and values of all KV heads."""
-        return self.kv_heads * (self.key_dim + self.value_dim)
-
-
-@dataclass(frozen=True)
-class ModelLayer:
-    """One layer of the model and what serves it.
-
-    `caches` are the cache layers it reads (none for a layer without attention, two where a layer
-    attends twice); `shares` is True when it reads another layer's rows and writes none;
-    `recurrent` when it carries a state of its own (SSM, linear attention, convolution), which
-    the inference framework keeps.
-    """
-
-    caches: tuple[int, ...] = ()
-    shares: bool = False
-    recurrent: bool = False
-
-
-@dataclass(frozen=True)
-class CacheGeometry:
+class CacheGeometry(LayerMap):
     """The cache layers of a model, in the order in which the model indexes them.
 
-    `model_layers` maps each model layer to its cache layers; when it is not given, model layer i
-    reads cache layer i. Raises `GeometryError` for an empty or inconsistent description.
+    layers: one `LayerGeometry` for each cache layer. model_layers: maps each model layer to its
+    cache layers; when it is not given, model layer i reads cache layer i. Raises `GeometryError`
+    for an empty or inconsistent description.
     """
-
-    layers: tuple[LayerGeometry, ...]
-    model_layers: tuple[ModelLayer, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", _as_tuple("layers", self.layers, LayerGeometry))
-        object.__setattr__(
-            self, "model_layers", _as_tuple("model_layers", self.model_layers, ModelLayer)
-        )
-        if not self.layers:
-            raise GeometryError(
-                "a cache geometry needs at least one layer that keeps keys and values; "
-                "a purely recurrent model has nothing for this cache to hold"
-            )
-        if not self.model_layers:
-            each = tuple(ModelLayer((index,)) for index in range(len(self.layers)))
-            object.__setattr__(self, "model_layers", each)
-        for number, layer in enumerate(self.model_layers):
-            for index in _as_tuple(f"caches of model layer {number}", layer.caches, int):
-                if not is_integer(index, 0, len(self.layers) - 1):
-                    raise GeometryError(
-                        f"model layer {number} reads cache layer {index}, "
-                        f"but there are only {len(self.layers)} cache layers"
-                    )
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any] | str | PathLike[str] | object) -> CacheGeometry:
@@ -156,18 +32,15 @@ class CacheGeometry:
         no config, `GeometryError` when a field is missing or malformed, and
         `UnknownLayerTypeError` for a layer type or family without a known rule.
         """
-        from mlx_kvcache.facts.hf.from_config import geometry_from_hf
-
-        return geometry_from_hf(config)
+        found = layers_from_hf(config)
+        return cls(found.layers, found.model_layers)
 
     def to_metadata(self) -> dict[str, Any]:
         """The geometry in plain JSON types, to be published beside a model or in a saved cache.
 
         Every call makes a new dict. Raises `MetadataError` when this object breaks its own rules.
         """
-        from mlx_kvcache.facts.metadata import geometry_to_metadata
-
-        return geometry_to_metadata(self)
+        return metadata_of(self)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> CacheGeometry:
@@ -175,31 +48,5 @@ class CacheGeometry:
 
         Raises `MetadataError` for a missing field, an unknown version or a malformed value.
         """
-        from mlx_kvcache.facts.metadata import geometry_from_metadata
-
-        return geometry_from_metadata(metadata)
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """The window of each cache layer, 0 for a flat one."""
-        return tuple(layer.policy.window for layer in self.layers)
-
-    def with_windows(self, windows: Sequence[int]) -> CacheGeometry:
-        """A copy with other windows: one for each cache layer, or a single one for all.
-
-        0 makes a layer flat. Raises `GeometryError` when the count is neither 1 nor the number of
-        cache layers, or a window is negative. This geometry is left as it is.
-        """
-        given = _as_tuple("windows", windows, int)
-        if len(given) == 1:
-            given = given * len(self.layers)
-        if len(given) != len(self.layers):
-            raise GeometryError(
-                f"{len(given)} windows were given for {len(self.layers)} cache layers; "
-                "give one window for each cache layer, or a single one for all (0 = flat)"
-            )
-        layers = tuple(
-            replace(layer, policy=LayerPolicy.from_window(window))
-            for layer, window in zip(self.layers, given, strict=True)
-        )
-        return replace(self, layers=layers)
+        found = layers_from_metadata(metadata)
+        return cls(found.layers, found.model_layers)

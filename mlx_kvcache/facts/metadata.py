@@ -11,21 +11,16 @@ a broken geometry must not reach a file, nor the file of a buggy writer a cache.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from mlx_kvcache.errors import MetadataError, ModelNotFoundError
+from mlx_kvcache.errors import MetadataError
 from mlx_kvcache.facts.checks import is_integer, shortened
-from mlx_kvcache.facts.files import replacing
-from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
+from mlx_kvcache.facts.layers import LayerGeometry, LayerMap, LayerPolicy, ModelLayer
 
 #: Raised whenever an old reader would misunderstand the fields. A field that it may ignore is
 #: added without.
 VERSION = 1
-METADATA_FILE = "kv_cache.json"
 
 #: The columns of integers, one entry for each cache layer, and the lowest that each may hold.
 _NUMBERS = {"kv_heads": 1, "key_dims": 1, "value_dims": 0, "windows": 0}
@@ -62,12 +57,12 @@ def make_metadata(
     }
     if model_layers is None:
         metadata["model_layers"] = [_record(ModelLayer((index,))) for index in range(count)]
-    return geometry_to_metadata(geometry_from_metadata(metadata))
+    return metadata_of(layers_from_metadata(metadata))
 
 
-def geometry_to_metadata(geometry: CacheGeometry) -> dict[str, Any]:
+def metadata_of(geometry: LayerMap) -> dict[str, Any]:
     """The metadata of a geometry. Raises `MetadataError` when it breaks a rule."""
-    if not isinstance(geometry, CacheGeometry):
+    if not isinstance(geometry, LayerMap):
         raise MetadataError(f"a CacheGeometry is needed, got {type(geometry).__name__}")
     layers = geometry.layers
     metadata = {
@@ -88,7 +83,7 @@ def _record(layer: ModelLayer) -> dict[str, Any]:
     return {"caches": list(layer.caches), "shares": layer.shares, "recurrent": layer.recurrent}
 
 
-def geometry_from_metadata(metadata: Mapping[str, Any]) -> CacheGeometry:
+def layers_from_metadata(metadata: Mapping[str, Any]) -> LayerMap:
     """The geometry that metadata describes.
 
     Fields that this version does not know are ignored. Raises `MetadataError`, which names the
@@ -105,7 +100,7 @@ def geometry_from_metadata(metadata: Mapping[str, Any]) -> CacheGeometry:
         ModelLayer(tuple(layer["caches"]), layer["shares"], layer["recurrent"])
         for layer in metadata["model_layers"]
     )
-    return CacheGeometry(layers, model_layers)
+    return LayerMap(layers, model_layers)
 
 
 def _check(metadata: Mapping[str, Any]) -> None:
@@ -166,47 +161,3 @@ def _require(holds: bool, name: str, value: object, wanted: str) -> None:
             f"metadata field {name!r} must be {wanted}, got {shortened(value)}; correct it, or "
             f"{_ANEW}"
         )
-
-
-def write_metadata(geometry: CacheGeometry, directory: str | PathLike[str]) -> Path:
-    """Write `kv_cache.json` into an existing directory, beside a model; answer its path.
-
-    A reader sees the old file or the new one, never a part. Raises `ModelNotFoundError` when the
-    directory does not exist, `MetadataError` when the geometry breaks a rule or the file cannot
-    be written; the old file then stays.
-    """
-    content = json.dumps(geometry_to_metadata(geometry), indent=2) + "\n"
-    file = Path(directory) / METADATA_FILE
-    if not file.parent.is_dir():
-        raise ModelNotFoundError(
-            f"there is no directory {file.parent} to write {METADATA_FILE} into; "
-            "give the directory of a model"
-        )
-    try:
-        with replacing(file) as partial:
-            partial.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise MetadataError(f"{file} cannot be written: {error}") from error
-    return file
-
-
-def read_metadata(path: str | PathLike[str]) -> CacheGeometry:
-    """The geometry in a metadata file, or in the `kv_cache.json` of a directory.
-
-    Raises `ModelNotFoundError` when there is no such file, and `MetadataError`, which names the
-    file, when it cannot be read or is malformed.
-    """
-    file = Path(path)
-    if file.is_dir():
-        file = file / METADATA_FILE
-    try:
-        return geometry_from_metadata(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
-        raise ModelNotFoundError(
-            f"there is no cache metadata at {file}; write_metadata(geometry, directory) makes it, "
-            "and CacheGeometry.from_hf reads a config.json instead"
-        ) from error
-    except MetadataError as error:
-        raise MetadataError(f"{file}: {error}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise MetadataError(f"{file} cannot be read as JSON: {error}") from error

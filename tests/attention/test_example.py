@@ -164,6 +164,31 @@ def test_generation_goes_to_the_active_cache(decoder_module: ModuleType) -> None
     assert [int(token) for token, _ in reference] == expected
 
 
+@pytest.mark.parametrize("name", ["llama, plain rope and untied", "gemma3_text"])
+def test_every_kind_of_cache_serves_it_through_the_same_op(
+    decoder_module: ModuleType, name: str
+) -> None:
+    model, config = tiny(name)
+    decoder = decoder_module.Decoder(config, weights_of(model))
+    windows = decoder.geometry.windows
+    prompt = random_tokens(config, 40)
+    expected = list(
+        decoder_module.generate(decoder, prompt, 12, cache=MLXSequenceCache(decoder.geometry))
+    )
+    other = [*prompt[:-1], prompt[-1] + 1]
+    for kind in decoder_module.KINDS:
+        config = CacheConfig(100, initial_capacity=4, spare=3)
+        with CacheSession(decoder.geometry, config, kind=kind) as session:
+            got = list(decoder_module.generate(decoder, prompt, 12, chunk=7))
+            cache = session.cache
+            held = cache.length if kind == "sequence" else cache.position(0)
+            assert held == len(prompt) + 11 > max(windows) + 3
+        assert got == expected, kind
+        with CacheSession(decoder.geometry, config, kind=kind):
+            assert list(decoder_module.generate(decoder, other, 12, chunk=7)) != expected
+    assert "gemma" not in name or any(windows)
+
+
 def test_models_that_it_cannot_run(decoder_module: ModuleType) -> None:
     with pytest.raises(UnsupportedModelError, match="'qwen3'"):
         decoder_module.Decoder(all_families()["qwen3"], {})

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache import MLXSequenceCache
+from mlx_kvcache import MLXBatchedSequenceCache, MLXCellCache, MLXSequenceCache
 from mlx_kvcache.control import protocols as faces
 from mlx_kvcache.errors import CapacityError, KVCacheError, RewindError
 from mlx_kvcache.layout import SequenceLayout
@@ -24,7 +24,8 @@ ALL = (
     faces.SequenceControl,
     faces.SequencePlanner,
     faces.AttentionBackend,
-    faces.AttentionLayer,
+    faces.SharedControl,
+    faces.StepBackend,
 )
 
 
@@ -39,7 +40,8 @@ def faces_of(thing: object) -> set[str]:
 def test_who_has_which_face() -> None:
     policies = [layer.policy for layer in GEOMETRY.layers]
     assert faces_of(cache()) == {"Cache", "SequenceControl", "AttentionBackend"}
-    assert faces_of(cache().layer(0)) == {"AttentionLayer"}
+    for many in (MLXCellCache(GEOMETRY, CONFIG), MLXBatchedSequenceCache(GEOMETRY, CONFIG)):
+        assert faces_of(many) == {"Cache", "SharedControl", "AttentionBackend", "StepBackend"}
     assert faces_of(cache().layout) == {"SequencePlanner"}
     assert faces_of(SequenceLayout(policies, 8, 2)) == {"SequencePlanner"}
     assert faces_of(plain()) == {"Cache"}
@@ -60,7 +62,8 @@ OWNERS = [
     (faces.Cache, cache()),
     (faces.SequenceControl, cache()),
     (faces.AttentionBackend, cache()),
-    (faces.AttentionLayer, cache().layer(0)),
+    (faces.SharedControl, MLXCellCache(GEOMETRY, CONFIG)),
+    (faces.StepBackend, MLXBatchedSequenceCache(GEOMETRY, CONFIG)),
     (faces.SequencePlanner, cache().layout),
 ]
 
@@ -109,8 +112,7 @@ def step(backend: faces.AttentionBackend, position: int, tokens: int) -> None:
     block = mx.arange(position, position + tokens, dtype=mx.float32)
     block = mx.broadcast_to(block[None, None, :, None], (1, 1, tokens, 4))
     for layer in range(len(GEOMETRY.layers)):
-        backend.make_mask(layer, tokens)
-        backend.update_and_fetch(layer, block, block + layer, position)
+        backend.attend(layer, block, block, block + layer, 1.0, positions=position)
 
 
 def test_an_application_can_run_on_the_control_face_alone() -> None:

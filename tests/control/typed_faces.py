@@ -8,28 +8,40 @@ from __future__ import annotations
 
 from mlx_kvcache import (
     AttentionBackend,
-    AttentionLayer,
     Cache,
     CacheSession,
     MLXSequenceCache,
     SequenceControl,
     SequencePlanner,
+    SharedControl,
+    StepBackend,
     current_cache,
 )
-from mlx_kvcache.cache.layer import SequenceLayer
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.control.factory import Builder
 from mlx_kvcache.layout import RingLayout, SequenceLayout
 from tests.support.plain_cache import PlainCache
 
 
-def have(sequence: MLXSequenceCache, layer: SequenceLayer, layout: SequenceLayout) -> None:
+def have(sequence: MLXSequenceCache, layout: SequenceLayout) -> None:
     plain: Cache = sequence
     control: SequenceControl = sequence
     backend: AttentionBackend = sequence
-    one_layer: AttentionLayer = layer
     planner: SequencePlanner = layout
     inner: SequencePlanner = sequence.layout
-    print(plain, control, backend, one_layer, planner, inner)
+    print(plain, control, backend, planner, inner)
+
+
+def have_many(cells: MLXCellCache, batched: MLXBatchedSequenceCache) -> None:
+    shared: SharedControl = cells
+    shared = batched
+    backend: AttentionBackend = cells
+    backend = batched
+    step: StepBackend = cells
+    step = batched
+    control: SequenceControl = cells  # type: ignore[assignment]
+    print(shared, backend, step, control)
 
 
 def have_not(sequence: MLXSequenceCache, layout: SequenceLayout, fake: PlainCache) -> None:

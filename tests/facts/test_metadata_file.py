@@ -13,7 +13,7 @@ import pytest
 from mlx_kvcache import read_metadata, write_metadata
 from mlx_kvcache.errors import KVCacheError, MetadataError, ModelNotFoundError
 from mlx_kvcache.facts.geometry import CacheGeometry
-from mlx_kvcache.facts.metadata import METADATA_FILE
+from mlx_kvcache.facts.metadata_file import METADATA_FILE
 from tests.support.described_geometry import GEOMETRY, metadata
 
 

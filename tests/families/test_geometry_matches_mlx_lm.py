@@ -25,6 +25,7 @@ from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
 from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES
 from mlx_kvcache.facts.hf.wrappers import WRAPPERS
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
+from tests import support
 from tests.support import family_configs_a_to_h, family_configs_i_to_z
 from tests.support.tiny_models import all_families, build
 
@@ -324,7 +325,7 @@ def test_every_rule_belongs_to_a_model_file() -> None:
 def test_the_example_of_the_document_is_what_stands_in_the_files() -> None:
     guide = DOCS.read_text(encoding="utf-8").split("## How to add a family\n", 1)[1]
     hf = Path(mlx_kvcache.__file__).parent / "facts" / "hf"
-    files = [hf / "families.py", *Path(__file__).parent.glob("configs_*.py")]
+    files = [hf / "families.py", *Path(support.__file__).parent.glob("family_configs_*.py")]
     code = [unspaced(file.read_text(encoding="utf-8")) for file in files]
     shown = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     assert len(shown) == 2

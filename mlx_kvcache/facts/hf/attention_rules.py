@@ -5,7 +5,6 @@ Each docstring names its family.
 
 from __future__ import annotations
 
-from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf import row_shapes
 from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.layer_stack import stack_kinds
@@ -20,6 +19,7 @@ from mlx_kvcache.facts.hf.layer_types import (
     resolved_kinds,
 )
 from mlx_kvcache.facts.hf.row_shapes import RowShape, of_heads
+from mlx_kvcache.facts.layers import LayerMap
 
 
 def gpt_oss_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
@@ -46,7 +46,7 @@ def exaone4_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
     return resolved_kinds(fields, "sliding_window_pattern", by_pattern(fields))
 
 
-def mimo_v2_flash(fields: Fields) -> CacheGeometry:
+def mimo_v2_flash(fields: Fields) -> LayerMap:
     """mimo_v2_flash: hybrid_layer_pattern; 1 slides, with rows of another shape."""
     count = fields.layer_count
     full = RowShape(
@@ -66,7 +66,7 @@ def mimo_v2_flash(fields: Fields) -> CacheGeometry:
     return stack_kinds(fields, kinds, shapes, window=window)
 
 
-def step3p5(fields: Fields) -> CacheGeometry:
+def step3p5(fields: Fields) -> LayerMap:
     """step3p5: layer_types may go on past the layers; without them every other layer slides."""
     count = fields.layer_count
     types = fields.words("layer_types")
@@ -80,14 +80,14 @@ def step3p5(fields: Fields) -> CacheGeometry:
     return stack_kinds(fields, kinds, [sliding if kind == "ring" else full for kind in kinds])
 
 
-def plamo(fields: Fields) -> CacheGeometry:
+def plamo(fields: Fields) -> LayerMap:
     """plamo: n_shared_head query heads share a KV head."""
     heads, shared = row_shapes.query_heads(fields), fields.integer("n_shared_head")
     shape = of_heads(-(-heads // shared), row_shapes.derived_head_dim(fields))
     return stack_kinds(fields, all_of("flat", fields.layer_count), shape)
 
 
-def plamo3(fields: Fields) -> CacheGeometry:
+def plamo3(fields: Fields) -> LayerMap:
     """plamo3: each sliding_window_pattern-th layer is full, the others see window_size rows back.
 
     That is one position more than a window counts, which includes the query itself. mlx-lm masks
@@ -100,7 +100,7 @@ def plamo3(fields: Fields) -> CacheGeometry:
     return stack_kinds(fields, kinds, shape, window=window + 1)
 
 
-def openelm(fields: Fields) -> CacheGeometry:
+def openelm(fields: Fields) -> LayerMap:
     """openelm: a number of KV heads for each layer."""
     count, head_dim = fields.layer_count, fields.integer("head_dim")
     heads = fields.integers("num_kv_heads", 1)

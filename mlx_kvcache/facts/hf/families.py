@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from mlx_kvcache.errors import GeometryError, UnknownLayerTypeError
-from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf import attention_rules as attention
 from mlx_kvcache.facts.hf import layer_map_rules as layer_map
 from mlx_kvcache.facts.hf import recurrent_rules as recurrent
@@ -28,6 +27,7 @@ from mlx_kvcache.facts.hf.layer_types import (
     required_layer_types,
 )
 from mlx_kvcache.facts.hf.row_shapes import ShapeOf
+from mlx_kvcache.facts.layers import LayerMap
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ _flat = partial(_each, flat)
 
 
 def _refused(error: type[GeometryError], reason: str) -> Family:
-    def rule(fields: Fields) -> CacheGeometry:
+    def rule(fields: Fields) -> LayerMap:
         raise error(f"{fields.family} {reason}; use mlx-lm's own cache for it")
 
     return Family(rule)

@@ -13,14 +13,14 @@ from typing import Any
 
 from mlx_kvcache.errors import GeometryError, ModelNotFoundError
 from mlx_kvcache.facts.checks import shortened
-from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES, Family
 from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.unlisted_rule import unlisted
 from mlx_kvcache.facts.hf.wrappers import WRAPPERS, Wrapper
+from mlx_kvcache.facts.layers import LayerMap
 
 
-def geometry_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -> CacheGeometry:
+def layers_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -> LayerMap:
     """What `CacheGeometry.from_hf` answers: the caches that mlx-lm makes for the model."""
     values = read_config(config)
     model_type = _model_type(values)
@@ -101,7 +101,7 @@ def _as_mapping(config: object) -> Mapping[str, Any]:
     return values
 
 
-def _wrapped(model_type: str, wrapper: Wrapper, values: Mapping[str, Any]) -> CacheGeometry:
+def _wrapped(model_type: str, wrapper: Wrapper, values: Mapping[str, Any]) -> LayerMap:
     family, text = wrapper.family, values.get("text_config")
     if text is not None or (wrapper.nested and not _is_text_part(model_type, values)):
         values = _text_section(model_type, text)

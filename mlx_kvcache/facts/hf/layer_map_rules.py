@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlx_kvcache.errors import UnknownLayerTypeError
-from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
 from mlx_kvcache.facts.hf import row_shapes
 from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.layer_stack import LayerStack, Rule, stack_kinds
@@ -20,19 +19,20 @@ from mlx_kvcache.facts.hf.layer_types import (
     required_layer_types,
 )
 from mlx_kvcache.facts.hf.row_shapes import RowShape, ShapeOf, of_heads
+from mlx_kvcache.facts.layers import LayerGeometry, LayerMap, ModelLayer
 
 #: mlx-lm's gemma4 default for an absent num_kv_shared_layers.
 GEMMA4_SHARED_LAYERS = 20
 
 
-def gemma3n(fields: Fields) -> CacheGeometry:
+def gemma3n(fields: Fields) -> LayerMap:
     """gemma3n: the trailing num_kv_shared_layers read the last owner of their own type."""
     kinds = required_layer_types(SLIDING)(fields)
     shared = fields.optional_integer("num_kv_shared_layers", 0) or 0
     return stack_kinds(fields, kinds, row_shapes.given(fields), shared)
 
 
-def gemma4(fields: Fields) -> CacheGeometry:
+def gemma4(fields: Fields) -> LayerMap:
     """gemma4_text: as gemma3n, and full layers have a head dim and KV heads of their own."""
     kinds = listed_kinds(fields, SLIDING)
     if kinds is None:
@@ -44,7 +44,7 @@ def gemma4(fields: Fields) -> CacheGeometry:
     return stack_kinds(fields, kinds, row_shapes.with_global(fields, kinds), shared)
 
 
-def afm7(fields: Fields) -> CacheGeometry:
+def afm7(fields: Fields) -> LayerMap:
     """afm7: the last num_kv_reuse_layers read the last cached layer."""
     count, shape = fields.layer_count, row_shapes.derived(fields)
     reuse = fields.integer("num_kv_reuse_layers", 0)
@@ -60,7 +60,7 @@ def several_caches(*shapes: ShapeOf, leading_state: int = 0) -> Rule:
     keeps the last tokens.
     """
 
-    def rule(fields: Fields) -> CacheGeometry:
+    def rule(fields: Fields) -> LayerMap:
         layers = [shape(fields).flat() for shape in shapes]
         stack = LayerStack()
         for _ in range(leading_state):
@@ -85,7 +85,7 @@ MINIMAX_M3_NESTED = {
 }
 
 
-def minimax_m3(fields: Fields) -> CacheGeometry:
+def minimax_m3(fields: Fields) -> LayerMap:
     """minimax_m3_vl: sparse layers also cache the indexer's keys, without values."""
     if fields.raw("sparse_attention_config"):
         nested = fields.section("sparse_attention_config").values
@@ -122,7 +122,7 @@ def _sparse_layers(fields: Fields) -> list[bool]:
     return [bool(item) for item in listed]
 
 
-def iquestloopcoder(fields: Fields) -> CacheGeometry:
+def iquestloopcoder(fields: Fields) -> LayerMap:
     """iquestloopcoder: two passes over the layers: all the flat caches, then all the rings."""
     count, shape = fields.layer_count, row_shapes.given(fields)
     if fields.integer("loop_num") != 2:
@@ -131,7 +131,7 @@ def iquestloopcoder(fields: Fields) -> CacheGeometry:
     return _looped([shape.flat()] * count + [ring] * count, count)
 
 
-def nanbeige(fields: Fields) -> CacheGeometry:
+def nanbeige(fields: Fields) -> LayerMap:
     """nanbeige: num_loops passes over the layers, each with caches of its own."""
     count, loops = fields.layer_count, fields.integer("num_loops")
     weights = fields.raw("loop_loss_weights")
@@ -142,7 +142,7 @@ def nanbeige(fields: Fields) -> CacheGeometry:
     return _looped([row_shapes.either(fields).flat()] * (count * loops), count)
 
 
-def _looped(layers: list[LayerGeometry], count: int) -> CacheGeometry:
+def _looped(layers: list[LayerGeometry], count: int) -> LayerMap:
     """A stack of `count` layers run several times: layer i reads caches i, i + count, ..."""
     reads = [tuple(range(index, len(layers), count)) for index in range(count)]
-    return CacheGeometry(tuple(layers), tuple(ModelLayer(caches) for caches in reads))
+    return LayerMap(tuple(layers), tuple(ModelLayer(caches) for caches in reads))

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mlx_kvcache.errors import GeometryError
-from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
 from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.layer_types import KindsOf, MemoryKind
 from mlx_kvcache.facts.hf.row_shapes import RowShape, ShapeOf
+from mlx_kvcache.facts.layers import LayerGeometry, LayerMap, ModelLayer
 
 #: What a family caches, as a function of its config.
-Rule = Callable[[Fields], CacheGeometry]
+Rule = Callable[[Fields], LayerMap]
 
 
 @dataclass
@@ -42,14 +42,14 @@ class LayerStack:
         self.layers[owner] = replace(self.layers[owner], shared=True)
         self.model_layers.append(ModelLayer((owner,), shares=True))
 
-    def build(self) -> CacheGeometry:
-        return CacheGeometry(tuple(self.layers), tuple(self.model_layers))
+    def build(self) -> LayerMap:
+        return LayerMap(tuple(self.layers), tuple(self.model_layers))
 
 
 def one_cache_a_layer(kinds: KindsOf, shape: ShapeOf) -> Rule:
     """The usual rule: each layer owns one cache at most, and all rows have one shape."""
 
-    def rule(fields: Fields) -> CacheGeometry:
+    def rule(fields: Fields) -> LayerMap:
         return stack_kinds(fields, kinds(fields), shape(fields))
 
     return rule
@@ -61,7 +61,7 @@ def stack_kinds(
     shapes: RowShape | Sequence[RowShape],
     shared: int = 0,
     window: int | None = None,
-) -> CacheGeometry:
+) -> LayerMap:
     """One model layer for each kind, with one row shape for all or one for each.
 
     The last `shared` layers own nothing and read the last earlier owner of their kind. Raises

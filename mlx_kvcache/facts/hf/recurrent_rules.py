@@ -6,7 +6,6 @@ Each docstring names its family.
 from __future__ import annotations
 
 from mlx_kvcache.errors import UnknownLayerTypeError
-from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf import row_shapes
 from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.layer_stack import LayerStack, stack_kinds
@@ -21,6 +20,7 @@ from mlx_kvcache.facts.hf.layer_types import (
     resolved_kinds,
 )
 from mlx_kvcache.facts.hf.row_shapes import of_heads
+from mlx_kvcache.facts.layers import LayerMap
 
 
 def bailing_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
@@ -113,7 +113,7 @@ def nemotron_h_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
     return tuple(NEMOTRON_BLOCKS[block] for block in blocks)
 
 
-def nemotron_nas(fields: Fields) -> CacheGeometry:
+def nemotron_nas(fields: Fields) -> LayerMap:
     """nemotron-nas: a config for each block, which may have no attention at all."""
     count, heads = fields.layer_count, row_shapes.query_heads(fields)
     blocks = fields.raw("block_configs")
@@ -134,7 +134,7 @@ def nemotron_nas(fields: Fields) -> CacheGeometry:
     return stack.build()
 
 
-def recurrent_gemma(fields: Fields) -> CacheGeometry:
+def recurrent_gemma(fields: Fields) -> LayerMap:
     """recurrent_gemma: block_types repeat; attention has one KV head and a window."""
     blocks = fields.words("block_types") or fields.words("_block_types")
     if not blocks:
@@ -145,7 +145,7 @@ def recurrent_gemma(fields: Fields) -> CacheGeometry:
     return stack_kinds(fields, kinds, of_heads(1, head_dim), window=window)
 
 
-def baichuan_m1(fields: Fields) -> CacheGeometry:
+def baichuan_m1(fields: Fields) -> LayerMap:
     """baichuan_m1: a convolution beside each attention; listed layers slide, with own heads."""
     sliding = set(fields.integers("sliding_window_layers"))
     hidden, full = fields.integer("hidden_size"), row_shapes.derived(fields)
@@ -159,7 +159,7 @@ def baichuan_m1(fields: Fields) -> CacheGeometry:
     return stack.build()
 
 
-def falcon_h1(fields: Fields) -> CacheGeometry:
+def falcon_h1(fields: Fields) -> LayerMap:
     """falcon_h1: every layer has a state space beside its attention."""
     shape = row_shapes.given(fields)
     stack = LayerStack()

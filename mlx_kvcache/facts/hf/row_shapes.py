@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_kvcache.facts.geometry import LayerGeometry, LayerPolicy
 from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.layer_types import MemoryKind
+from mlx_kvcache.facts.layers import LayerGeometry, LayerPolicy
 
 
 @dataclass(frozen=True)

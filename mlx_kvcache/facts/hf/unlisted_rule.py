@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_kvcache.errors import UnknownLayerTypeError
-from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.layer_stack import stack_kinds
 from mlx_kvcache.facts.hf.layer_types import MemoryKind, all_of, by_pattern, listed_kinds
 from mlx_kvcache.facts.hf.row_shapes import with_global
+from mlx_kvcache.facts.layers import LayerMap
 
 #: Fields of layers that keep a state: fine where layer_types says which layers those are.
 STATE_PREFIXES = ("mamba_", "ssm_", "linear_", "conv_", "time_step_", "rwkv_", "lru_")
@@ -60,7 +60,7 @@ UNKNOWN_FIELDS = (
 )
 
 
-def unlisted(fields: Fields) -> CacheGeometry:
+def unlisted(fields: Fields) -> LayerMap:
     """The geometry by the standard fields alone.
 
     layer_types decide; without them sliding_window with its pattern, then sliding_window or
