@@ -295,6 +295,6 @@ class SharedAttention(ABC, Generic[Layout]):
             raise AttentionError(f"cache layer {layer} keeps no values to attend to")
         # By far the usual options need no call to be found right.
         scale, sinks, softcap, out_dtype = options
-        plain = sinks is softcap is out_dtype is None
+        plain = sinks is None and softcap is None and out_dtype is None
         if not plain or type(scale) is not float or not isfinite(scale):
             check_options(shape[1], options)
