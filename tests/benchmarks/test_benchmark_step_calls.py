@@ -16,7 +16,7 @@ from tests.support.command_lines import run_app
 LIMITS = {
     "drop-in, a decode step": (4, 16),
     "drop-in, a decode step of a wrapped ring": (4, 14),
-    "engine, a decode step (cell)": (11, 143),
+    "engine, a decode step (cell)": (9, 95),
 }
 
 
@@ -26,10 +26,9 @@ def test_a_call_is_counted_where_its_code_lies() -> None:
         LayerPolicy.from_window(0)
 
     calls = calls_of(two_policies)
-    assert "facts/geometry.py" in calls
     assert {file.split("/")[0] for file in calls} == {"facts"}
+    assert all((PACKAGE / file).is_file() for file in calls)
     assert calls.total() > calls_of(lambda: LayerPolicy.from_window(3)).total() > 0
-    assert (PACKAGE / "facts/geometry.py").is_file()
     assert not calls_of(lambda: len([CacheGeometry, LayerGeometry]))
 
 
