@@ -12,9 +12,13 @@ INSTALLED := $(VENV)/.project
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
 RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)
 
-# Two workers: each runs whole files, so that what a file sets up is set up once.
+# Without compiled files a worker takes twice as long to start.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Two workers, each on whole files, so that what a file sets up is set up once; in the order of the
+# folders, so that no long file is left for the end.
 PYTEST := $(RUN)/python -m pytest
-TWO_WORKERS := -n 2 --dist loadfile
+TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install demo check test test-models bench lint format wheel clean
 .DEFAULT_GOAL := help

@@ -17,6 +17,8 @@ from mlx_kvcache.layout.sequence import SequenceLayout
 from tests.support.many_sequences_driver import Driver
 from tests.support.many_sequences_schedule import run_schedule
 
+pytestmark = pytest.mark.slow
+
 WINDOWS = (0, 3, 0, 5)
 
 

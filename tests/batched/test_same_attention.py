@@ -111,6 +111,7 @@ def run(pair: Pair, steps: int, sinks: bool = False) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["array", "integer"])
 @pytest.mark.parametrize("cache_class", CACHES)
 def test_the_answers_are_those_of_separate_caches(
@@ -127,6 +128,7 @@ def test_with_sinks(cache_class: Any) -> None:
     assert run(Pair(cache_class, seed=1), 20, sinks=True) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("cache_class", CACHES)
 def test_with_a_narrow_storage_dtype(cache_class: Any, kv_dtype: str) -> None:

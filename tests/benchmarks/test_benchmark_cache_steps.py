@@ -17,6 +17,8 @@ from host_steps import flat_phases, ring_phases
 
 from tests.support.command_lines import run_app
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--layers", "2", "--heads", "1", "--dim", "8", "--steps", "12"]
 SHAPE = Shape(layers=2, heads=1, dim=8, dtype="float32")
 

@@ -14,6 +14,8 @@ from mlx_kvcache.models import load
 from tests.support.command_lines import run_app
 from tests.support.tiny_models_on_disk import write_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -26,6 +26,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.command_lines import run_app
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 40
 WINDOW = 16
 CONFIG = {

@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from mlx_kvcache.errors import CapacityError
 from tests.support.sequence_oracle import DTYPES, Question, Session, Shape
 
+pytestmark = pytest.mark.slow
+
 SHAPES = st.lists(
     st.builds(
         Shape,

@@ -19,6 +19,7 @@ def step(cache, count: int) -> None:
         cache.update_and_fetch(layer, keys, keys[..., :2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("initial", [0, 1, 3, 16])
 @pytest.mark.parametrize("chunk", [1, 3, 40])

@@ -194,6 +194,7 @@ def refuse(run: Session, name: str, layer: int, bad: Bad, error: Any) -> None:
         assert observe(cache) == before, f"{name} was refused but changed something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_a_bad_call_changes_nothing(name: str) -> None:
     bad, error = BAD_CALLS[name]
@@ -210,6 +211,7 @@ def test_a_bad_call_changes_nothing(name: str) -> None:
         assert run.rewind(max(0, run.length - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_a_bad_call_in_the_middle_of_a_step_changes_nothing(name: str) -> None:
     bad, error = BAD_CALLS[name]

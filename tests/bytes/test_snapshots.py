@@ -74,6 +74,7 @@ class Run:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(
     before=st.lists(st.integers(1, 6), min_size=1, max_size=5),
@@ -193,6 +194,7 @@ def test_a_prompt_cache_takes_its_recurrent_states_along(family: str) -> None:
     assert raw(model(tokens[:, 19:29], cache=cache)) != expected
 
 
+@pytest.mark.slow
 def test_copies_run_each_in_a_thread_of_its_own() -> None:
     """No array that one thread has yet to evaluate is met by another."""
     model = build("gemma3_text", all_families()["gemma3_text"])

@@ -56,6 +56,7 @@ def test_rows_are_read_again_after_a_reservation() -> None:
             assert (numbers(before) == numbers(after)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoy", [1, 2, 3, 9])
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_masks_for_other_counts_do_not_change_the_order_of_the_rows(count: int, decoy: int) -> None:
@@ -65,6 +66,7 @@ def test_masks_for_other_counts_do_not_change_the_order_of_the_rows(count: int, 
         run.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 @pytest.mark.parametrize("narrow", [None, 2])
 def test_a_mask_asked_for_after_another_layer_was_written(count: int, narrow: int | None) -> None:
@@ -103,6 +105,7 @@ def test_a_change_of_dtype_loses_no_row(window: int, count: int) -> None:
         run.flush()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repair", ["rewind", "trim what is beyond", "trim in reverse"])
 @pytest.mark.parametrize("windows", [(0, 0), (3, 3), (0, 3), (3, 0), (3, 0, 3)])
 @pytest.mark.parametrize("ask", [None, ASK])

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from mlx_kvcache.cache.cells import MLXCellCache
 from tests.support.many_sequences_machine import SharedMachine
+
+pytestmark = pytest.mark.slow
 
 
 class CellMachine(SharedMachine):

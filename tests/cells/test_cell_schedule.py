@@ -24,6 +24,7 @@ from tests.support.many_sequences_schedule import run_schedule
 WINDOWS = (0, 3, 0, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["array", "integer"])
 @pytest.mark.parametrize("seed", range(3))
 def test_long_schedules(form: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +233,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cells._Member, "cut", cut)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)
@@ -244,5 +246,6 @@ def run_all() -> None:
         run_schedule(Driver(MLXCellCache, WINDOWS, capacity=60, seed=seed), 150, seed)
 
 
+@pytest.mark.slow
 def test_the_schedules_that_notice_bugs_pass_without_one() -> None:
     run_all()

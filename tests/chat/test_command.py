@@ -298,6 +298,7 @@ def test_an_empty_pipe_ends_at_once(chat, directories):
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_it_quietly(directories):
     read, write = os.pipe()
     endless = ("--max-tokens", "1000000", "--capacity", "1100000")

@@ -13,6 +13,7 @@ from tests.support.tiny_models_on_disk import words
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forks_diverge_and_do_not_disturb_each_other(begin, family):
     trunk = begin(family, spare=32)
@@ -51,6 +52,7 @@ def test_a_fork_of_a_fork_and_of_an_undone_turn(begin):
         check_cache(each)
 
 
+@pytest.mark.slow
 def test_a_fork_takes_no_memory_until_it_is_written(begin):
     trunk = begin("llama", max_tokens=200)
     say(trunk, words(*range(20, 40)))

@@ -10,6 +10,7 @@ from tests.support.tiny_models_on_disk import words
 FAMILIES = ("jamba", "falcon_h1", "lfm2", "granitemoehybrid", "nemotron_h", "plamo2", "kimi_linear")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_undo_fork_and_interrupt(begin, family):
     conversation = begin(family, None, spare=16, prefill_step=7)

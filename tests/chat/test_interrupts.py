@@ -20,6 +20,7 @@ from tests.support.tiny_models_on_disk import words
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 def test_stop_ends_the_answer_after_its_next_token(begin, family, pieces):
@@ -37,6 +38,7 @@ def test_stop_ends_the_answer_after_its_next_token(begin, family, pieces):
     check_cache(conversation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("read", [0, 8, 16])
 def test_stop_while_the_turn_is_read_takes_it_out_again(begin, family, read):
@@ -122,6 +124,7 @@ class Bomb:
         monkeypatch.setattr(owner, name, counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "owner", "name", "after"),
     [
@@ -173,6 +176,7 @@ def start_chat(directory, *arguments):
     return start(*arguments, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_ctrl_c_stops_the_answer_and_not_the_chat(directories, tmp_path, family):
     directory = directories(family, None)
@@ -208,6 +212,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(directories, tmp_path, family)
     assert greedy(model, [1, 5, 17, *first[:-1], 40], 30) != greedy(model, prompt, 30)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_at_the_prompt_leaves(directories):
     process = start_chat(directories(), "--max-tokens", "20")
     process.stdin.write(words(5) + "\n")
@@ -224,6 +229,7 @@ def test_a_second_ctrl_c_at_the_prompt_leaves(directories):
     assert (process.returncode, errors) == (130, "interrupted\n")
 
 
+@pytest.mark.slow
 def test_a_turn_between_two_ctrl_c_stays(directories):
     process = start_chat(directories(), "--max-tokens", "2")
     for _ in range(3):

@@ -17,6 +17,8 @@ from mlx_kvcache.commands import chat_input
 from tests.support.processes import COMMAND, hear_ctrl_c
 from tests.support.tiny_models_on_disk import words
 
+pytestmark = pytest.mark.slow
+
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 
 

@@ -35,6 +35,7 @@ def fed(conversation, monkeypatch):
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "raw"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_turn_answers_as_a_cold_run_over_all_tokens(begin, family, template):
@@ -160,6 +161,7 @@ def test_an_answer_keeps_the_tokens_that_the_model_chose():
     assert script.write([("b", "bb")], chosen, "a") == [*first, 1, 1, 3, 4, 0, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_that_rewrites_history_is_followed(begin, family):
     conversation = begin(family, FORGETFUL)
@@ -186,6 +188,7 @@ def test_a_template_that_rewrites_history_is_followed(begin, family):
     assert say(conversation, words(8)) == third
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_that_changes_the_very_beginning_is_followed(begin, family):
     """As templates with today's date do: nothing of the cache but BOS can be kept."""

@@ -39,6 +39,7 @@ def wrapped(begin, family, template, **options):
 TEMPLATES = pytest.mark.parametrize("template", [(), (None,)], ids=["template", "raw"])
 
 
+@pytest.mark.slow
 @TEMPLATES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_undo_after_a_ring_wrap_within_the_spare_rows(begin, family, template):
@@ -105,6 +106,7 @@ def test_each_bare_undo_takes_one_turn_more(begin):
     check_answer(conversation)
 
 
+@pytest.mark.slow
 @TEMPLATES
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 8, 9, 12, 13, 14, 20, 1000])
 def test_dropping_tokens(begin, template, count):

@@ -68,6 +68,7 @@ def test_our_figures_are_the_arrays(tokens, size):
     assert told.tokens == cache.length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("initial", [0, 1, 3, 16, 100])
 @pytest.mark.parametrize("spare", [1, 2, 5, 200])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 8, 9, 12, 13, 24, 25, 99, 100])

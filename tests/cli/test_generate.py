@@ -124,6 +124,7 @@ def test_initial_capacity_and_reservation(run, flat_llama):
     assert rows("--max-tokens", "8", "--capacity", "100") == 100
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_reserved_at_once_with_its_answer(run, flat_llama):
     bytes_per_row = 4 * 2 * (16 + 16) * 4
     prompt = words(*(3 + number % 90 for number in range(600)))

@@ -33,6 +33,7 @@ def inspected(run, *arguments):
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [

@@ -19,16 +19,16 @@ PROMPT = words(5, 17, 40, 33, 8, 61)
 ENDLESS = ("--max-tokens", "1000000", "--capacity", "1100000")
 
 
-def endless_words(directory, count):
+def endless_words(run, directory, count):
     """The first words of an answer that no end token can stop, from the same command."""
     arguments = ("generate", PROMPT, "--model", directory, "--max-tokens", count, "--json")
-    result = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, check=True)
-    facts = json.loads(result.stdout)
+    facts = json.loads(run(*arguments).stdout)
     assert facts["finish_reason"] == "length"
     return facts["text"].split()
 
 
-def test_ctrl_c_keeps_what_was_made(llama):
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_made(run, llama):
     process = start(
         "generate",
         PROMPT,
@@ -46,7 +46,7 @@ def test_ctrl_c_keeps_what_was_made(llama):
     assert made.endswith("\n")
     count = min(len(made.split()), 10)
     assert count >= 5
-    assert made.split()[:count] == endless_words(llama, 10)[:count]
+    assert made.split()[:count] == endless_words(run, llama, 10)[:count]
     lines = errors.splitlines()
     assert lines[-1] == "interrupted"
     assert lines[0].startswith("cache   ")
@@ -84,6 +84,7 @@ def test_ctrl_c_while_the_model_loads(run, llama, monkeypatch):
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "inspect"])
 def test_a_reader_that_goes_away_ends_it_quietly(llama, command):
     arguments = ("generate", PROMPT, "--model", llama, *ENDLESS)
@@ -121,20 +122,22 @@ def on_a_terminal(*arguments):
     return shown.decode(), output
 
 
-def test_a_long_prefill_shows_a_bar_on_a_terminal_only(llama):
+@pytest.mark.slow
+def test_a_long_prefill_shows_a_bar_on_a_terminal_only(run, llama):
     prompt = words(*(3 + number % 90 for number in range(400)))
     arguments = ("generate", prompt, "--model", llama, "--max-tokens", "4", "--prefill-step", "50")
     shown, answer = on_a_terminal(*arguments)
     assert "reading the prompt" in shown
     assert "400/400" in shown
     assert shown.index("reading the prompt") < shown.index("cache   ")
-    piped = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True)
-    assert piped.returncode == 0
+    piped = run(*arguments)
+    assert piped.exit_code == 0
     assert "reading the prompt" not in piped.stderr
     assert "\x1b" not in piped.stderr
     assert piped.stdout == answer
 
 
+@pytest.mark.slow
 def test_a_batch_shows_a_bar_on_a_terminal(llama, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text(f"{PROMPT}\n{words(7)}\n")
@@ -144,13 +147,15 @@ def test_a_batch_shows_a_bar_on_a_terminal(llama, tmp_path):
     assert len(answers.splitlines()) == 2
 
 
-def test_a_short_prompt_shows_no_bar(llama):
+@pytest.mark.slow
+def test_a_short_prompt_shows_no_bar(run, llama):
     shown, answer = on_a_terminal("generate", PROMPT, "--model", llama, "--max-tokens", "4")
     assert "reading the prompt" not in shown
     assert "speed" in shown
-    assert answer.split() == endless_words(llama, 4)
+    assert answer.split() == endless_words(run, llama, 4)
 
 
+@pytest.mark.slow
 def test_an_error_is_red_on_a_terminal():
     leader, follower = pty.openpty()
     process = start(
@@ -164,6 +169,7 @@ def test_an_error_is_red_on_a_terminal():
     assert "\x1b[1;31merror: --temp must be" in shown
 
 
+@pytest.mark.slow
 def test_a_narrow_stdout_encoding_takes_any_text(llama):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run([*COMMAND, "inspect", str(llama)], capture_output=True, env=environment)
@@ -172,6 +178,7 @@ def test_a_narrow_stdout_encoding_takes_any_text(llama):
     assert result.stdout.isascii()
 
 
+@pytest.mark.slow
 def test_help_does_not_wait_for_mlx():
     code = (
         "import sys\n"
@@ -188,6 +195,7 @@ def test_help_does_not_wait_for_mlx():
         assert said in result.stdout
 
 
+@pytest.mark.slow
 def test_versions():
     result = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True)
     assert result.returncode == 0

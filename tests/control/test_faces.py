@@ -92,6 +92,7 @@ def test_the_parameters_have_the_names_and_the_defaults_of_the_face(
         ], name
 
 
+@pytest.mark.slow
 def test_mypy_agrees_on_who_has_which_face() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "-m", "tests.control.typed_faces"],

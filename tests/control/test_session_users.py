@@ -186,6 +186,7 @@ def measured(work: Callable[[], object]) -> tuple[int, int]:
     return grown
 
 
+@pytest.mark.slow
 def test_ten_thousand_cycles_leave_no_growth() -> None:
     for number in range(200):
         cycle(number)

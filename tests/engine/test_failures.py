@@ -30,6 +30,7 @@ def clean(prompts):
     return [[token if token != POISON else POISON + 1 for token in prompt] for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [0, 4, -1], ids=["first", "prefill", "decode"])

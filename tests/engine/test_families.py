@@ -10,6 +10,8 @@ from tests.support import family_configs_a_to_h, family_configs_i_to_z
 from tests.support.engine_runs import KINDS, alone, prompts_of, run, tiny
 from tests.support.tiny_models import all_families
 
+pytestmark = pytest.mark.slow
+
 NOT_RUNNABLE = {**family_configs_a_to_h.NOT_RUNNABLE, **family_configs_i_to_z.NOT_RUNNABLE}
 FAMILIES = sorted(name for name in all_families() if name not in NOT_RUNNABLE)
 #: The first 22 have recurrent state, the others go about attention or positions in their own way.

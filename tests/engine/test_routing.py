@@ -28,6 +28,7 @@ def test_the_models_own_attention_comes_back():
     assert getattr(module, ATTENTION) is before
 
 
+@pytest.mark.slow
 def test_two_engines_and_a_lone_sequence_in_three_threads():
     """Each thread has its own model and cache, but all share the module that is replaced."""
     from tests.support.tiny_models import all_families, build

@@ -17,6 +17,7 @@ SAMPLINGS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seeded_request_draws_what_it_would_draw_alone(kind):
     model = tiny("llama")

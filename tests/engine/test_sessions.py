@@ -21,6 +21,7 @@ from tests.support.engine_runs import KINDS, alone, prompts_of, run, snapshot, t
 COUNT = 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_turns_and_forks_continue_their_own_history(family, kind):

@@ -102,6 +102,7 @@ print("mlx.core" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_mlx_is_imported_by_the_names_that_need_it_and_not_before() -> None:
     run = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

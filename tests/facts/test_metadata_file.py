@@ -76,6 +76,7 @@ def test_a_geometry_that_is_refused_touches_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_reader_beside_a_writer_sees_one_whole_file_or_the_other(tmp_path: Path) -> None:
     small, large = GEOMETRY, CacheGeometry(GEOMETRY.layers * 200)
     write_metadata(small, tmp_path)

@@ -202,6 +202,7 @@ FOLLOWS_LAYER_TYPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TRACEABLE)
 def test_the_rule_moves_with_the_model(family: str) -> None:
     config = config_of(family)
@@ -238,6 +239,7 @@ def all_paths(config: Config, prefix: tuple[str, ...] = ()) -> Iterator[tuple[st
             yield from all_paths(value, (*prefix, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_no_malformed_value_gets_past_the_typed_errors(family: str) -> None:
     config = config_of(family)

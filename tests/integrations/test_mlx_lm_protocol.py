@@ -53,16 +53,18 @@ def last_logits(model: nn.Module, tokens: list[int], cache: list[Any]) -> np.nda
     return np.array(logits_in_chunks(model, tokens, cache, [len(tokens)])[0, -1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*WINDOW_FAMILIES, "qwen3", "deepseek_v3", "qwen3_next"])
 def test_generate_step_gives_the_tokens_of_mlx_lms_caches(name: str) -> None:
     model = tiny(name)
     prompt = random_tokens(model, 37, seed=3)
-    ours = greedy(model, prompt, 40, make_prompt_cache(model, spare=4))
-    assert ours == greedy(model, prompt, 40, make_mlx_lm_cache(model))
+    ours = greedy(model, prompt, 24, make_prompt_cache(model, spare=4))
+    assert ours == greedy(model, prompt, 24, make_mlx_lm_cache(model))
     other = [*prompt[:-1], (prompt[-1] + 1) % 50]
-    assert ours != greedy(model, other, 40, make_prompt_cache(model, spare=4))
+    assert ours != greedy(model, other, 24, make_prompt_cache(model, spare=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOW_FAMILIES)
 def test_speculative_decoding_equals_greedy_past_the_window(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -73,10 +75,10 @@ def test_speculative_decoding_equals_greedy_past_the_window(
     # is wrong for models with fewer caches than layers.
     monkeypatch.setattr(sys.modules["mlx_lm.generate"], "make_prompt_cache", make_prompt_cache)
     steps = list(
-        speculative_generate_step(mx.array(prompt), model, draft, num_draft_tokens=3, max_tokens=40)
+        speculative_generate_step(mx.array(prompt), model, draft, num_draft_tokens=3, max_tokens=24)
     )
     tokens = [int(token) for token, _, _ in steps]
-    assert tokens == greedy(model, prompt, 40, make_prompt_cache(model))
+    assert tokens == greedy(model, prompt, 24, make_prompt_cache(model))
     assert not all(from_draft for _, _, from_draft in steps), "no draft token was ever rejected"
 
 

@@ -30,6 +30,7 @@ def predicted(window: int, spare: int, high_water: int, length: int) -> set[int]
     return {position for position in range(1, length + 1) if position >= floor}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", SMALL)
 @pytest.mark.parametrize("spare", SMALL)
 def test_floor_after_writes_of_any_size(window: int, spare: int) -> None:
@@ -41,6 +42,7 @@ def test_floor_after_writes_of_any_size(window: int, spare: int) -> None:
             assert reachable(slots, length) == predicted(window, spare, length, length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", SMALL)
 @pytest.mark.parametrize("spare", SMALL)
 def test_floor_after_an_earlier_rewind(window: int, spare: int) -> None:

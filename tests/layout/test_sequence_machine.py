@@ -98,7 +98,7 @@ class SequenceMachine(RuleBasedStateMachine):
             self.sequence.check_every_target()
 
 
-TestSequenceMachine = SequenceMachine.TestCase
+TestSequenceMachine = pytest.mark.slow(SequenceMachine.TestCase)
 TestSequenceMachine.settings = settings(stateful_step_count=20, report_multiple_bugs=False)
 
 

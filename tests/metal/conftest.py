@@ -15,6 +15,9 @@ from tests.support import kernel_launches
 from .host import build, executor
 
 COMPILERS = ("g++", "clang++")
+HOST_PLACES = [
+    pytest.param(name, marks=[pytest.mark.metal_host, pytest.mark.slow]) for name in COMPILERS
+]
 
 
 def pytest_sessionfinish() -> None:
@@ -53,20 +56,14 @@ def _runner(place: str) -> Runner:
 
 @pytest.fixture(
     scope="session",
-    params=[
-        *(pytest.param(name, marks=pytest.mark.metal_host) for name in COMPILERS),
-        pytest.param("gpu", marks=pytest.mark.metal_gpu),
-    ],
+    params=[*HOST_PLACES, pytest.param("gpu", marks=pytest.mark.metal_gpu)],
 )
 def runner(request: pytest.FixtureRequest) -> Runner:
     """Each place in turn that can run a kernel."""
     return _runner(request.param)
 
 
-@pytest.fixture(
-    scope="session",
-    params=[pytest.param(name, marks=pytest.mark.metal_host) for name in COMPILERS],
-)
+@pytest.fixture(scope="session", params=HOST_PLACES)
 def compiler(request: pytest.FixtureRequest) -> build.Compiler:
     """Each host compiler in turn."""
     return compiler_named(request.param)

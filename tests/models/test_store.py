@@ -131,6 +131,7 @@ def test_threads_build_one_model() -> None:
     assert len(built) == 1
 
 
+@pytest.mark.slow
 def test_processes_convert_one_file_once(cache_home: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "t.gguf", Tiny("qwen3"))
     script = "import sys; from mlx_kvcache.models import load; load(sys.argv[1])"

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from filelock import FileLock
 
 from mlx_kvcache.store.metal import SHARED_HEADER, Launch, read_source
 
-from .build import CompileError, Compiler, compiled
+from .build import CACHE, CompileError, Compiler, compiled
 from .signature import signature_of
 from .translate import unit
 
@@ -138,7 +139,8 @@ def _unit(launch: Launch, body: str | None) -> str:
 def prepare(kernels: list[tuple[Launch, str | None]], compiler: Compiler) -> None:
     """Compiles launches with their bodies, as many at a time as there are cores.
 
-    What the compiler refuses is left for `examine` to report.
+    What the compiler refuses is left for `examine` to report. Of several processes one compiles,
+    and the others find what it has made.
     """
 
     def attempt(source: str) -> None:
@@ -146,7 +148,8 @@ def prepare(kernels: list[tuple[Launch, str | None]], compiler: Compiler) -> Non
             compiled(source, compiler)
 
     sources = [_unit(launch, body) for launch, body in kernels]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with FileLock(CACHE / "prepare.lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(attempt, sources))
 
 
