@@ -7,7 +7,7 @@ How many bytes does growth copy? See README.md beside this file.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ Examples:
 """
 
 
-class Part(str, Enum):
+class Part(StrEnum):
     """One question."""
 
     FLAT = "flat"
@@ -39,7 +39,7 @@ class Part(str, Enum):
     GROWTH = "growth"
 
 
-class DType(str, Enum):
+class DType(StrEnum):
     """How keys and values are stored."""
 
     FLOAT32 = "float32"

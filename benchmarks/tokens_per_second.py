@@ -7,7 +7,7 @@ host pays for a token. See README.md beside this file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +34,7 @@ Examples:
 """
 
 
-class DType(str, Enum):
+class DType(StrEnum):
     """The weights' dtype."""
 
     FLOAT32 = "float32"

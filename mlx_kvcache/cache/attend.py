@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from math import isfinite
 from typing import Generic, TypeVar
 
@@ -19,7 +20,7 @@ from mlx_kvcache.errors import (
 )
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.layout.shared import SharedLayout
-from mlx_kvcache.layout.steps import DeclaredStep
+from mlx_kvcache.layout.steps import DeclaredStep, SpanRequest
 from mlx_kvcache.store.rows import KeysValues, RowView
 
 Layout = TypeVar("Layout", bound=SharedLayout)
@@ -115,6 +116,18 @@ class SharedAttention(ABC, Generic[Layout]):
     @abstractmethod
     def _mask(self, layer: int) -> Mask:
         """The mask that fits them."""
+
+    def declare_step(
+        self, request: SpanRequest, positions: Sequence[int] | None = None
+    ) -> DeclaredStep:
+        """Admit the next step: (sequence id, number of tokens) for each span, in token order.
+
+        A sequence may have several spans, which continue each other. The answer holds the
+        position of each token, and the index of each sequence's last one. Raises `StepError`,
+        `UnknownSequenceError`, `CapacityError` or `PositionError`; an earlier declaration then
+        stands.
+        """
+        return self.layout.declare_step(request, positions)
 
     def step_positions(self) -> mx.array:
         """The positions int32 [T] of the step that is declared or running, for rotary embeddings.
@@ -295,6 +308,6 @@ class SharedAttention(ABC, Generic[Layout]):
             raise AttentionError(f"cache layer {layer} keeps no values to attend to")
         # By far the usual options need no call to be found right.
         scale, sinks, softcap, out_dtype = options
-        plain = sinks is softcap is out_dtype is None
+        plain = sinks is None and softcap is None and out_dtype is None
         if not plain or type(scale) is not float or not isfinite(scale):
             check_options(shape[1], options)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import mlx.core as mx
 
 from mlx_kvcache.cache.attend import Layout, SharedAttention
 from mlx_kvcache.facts.config import CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry
-from mlx_kvcache.layout.steps import DeclaredStep, SpanRequest
 
 
 class MLXSharedCache(SharedAttention[Layout]):
@@ -91,18 +90,6 @@ class MLXSharedCache(SharedAttention[Layout]):
     def position(self, sequence: int) -> int:
         """Positions that a sequence holds: its next token's. Raises `UnknownSequenceError`."""
         return self.layout.position(sequence)
-
-    def declare_step(
-        self, request: SpanRequest, positions: Sequence[int] | None = None
-    ) -> DeclaredStep:
-        """Admit the next step: (sequence id, number of tokens) for each span, in token order.
-
-        A sequence may have several spans, which continue each other. The answer holds the
-        position of each token, and the index of each sequence's last one. Raises `StepError`,
-        `UnknownSequenceError`, `CapacityError` or `PositionError`; an earlier declaration then
-        stands.
-        """
-        return self.layout.declare_step(request, positions)
 
     def abandon_step(self) -> None:
         """Take back the step that is declared or was not finished.

@@ -27,7 +27,8 @@ class Step(NamedTuple):
 
     A decode step is served from the first four fields: `row_at`, its position (NO_POSITION for
     every other step), `end`, `start`, the row to write, and `stop`, the rows to answer with (0 for
-    all). An array as `start`, and a mask made of one, let a step be compiled: see `decode_step_at`.
+    all). Whatever depends on the position may be an array too, `start` and what a mask is made of,
+    so that a step can be compiled.
 
     position, tokens: of the step. placement: where its rows go. read: the runs that its queries
     may see, oldest first. joined: whether these are to be read before the write, and the new rows
@@ -47,19 +48,6 @@ class Step(NamedTuple):
 
 
 NO_STEP = Step(NO_POSITION, 0, 0, 0, NO_POSITION, 0)
-
-
-def decode_step_at(
-    position: mx.array, window: int, ring_size: int, rows: int
-) -> tuple[mx.array, mx.array]:
-    """The row to write [1] and the mask [1, rows] of a token at `position` [1], by MLX ops alone.
-
-    For a graph that is compiled once for all positions. The first `rows` rows are read, of a ring
-    (`window` > 0) all `ring_size` slots in their order.
-    """
-    if window:
-        return position % ring_size, ring_band(position, 1, ring_size, window)
-    return position, band(position, 1, 0, rows, 0)
 
 
 class PolicySteps:

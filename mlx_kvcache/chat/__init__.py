@@ -1,6 +1,5 @@
 """A conversation over one cache, without a terminal.
 
 `text` writes what is said as tokens, `conversation` holds the turns, `token_cache` feeds, samples,
-rewinds and forks, `recurrent_states` remembers the states of layers that cannot be rewound, and
-`generation` answers a single prompt.
+rewinds and forks, and `generation` answers a single prompt.
 """

@@ -216,7 +216,7 @@ class Conversation:
         starts = [turn.start for turn in turns]
         self.cached.mark(starts)
         # A step that ends where a turn starts leaves a state there to come back to.
-        breaks = starts if self.cached.states.exist else []
+        breaks = starts if self.cached.states else []
         for start, stop in spans(done, len(target) - 1, self._prefill_step, breaks):
             self._report(start - done, total)
             if self._stopping:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Sequence
 from typing import cast
 
@@ -10,14 +9,15 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_kvcache.cache.sequence import MLXSequenceCache
-from mlx_kvcache.chat.recurrent_states import RecurrentStates
 from mlx_kvcache.control.registry import CacheSession
 from mlx_kvcache.errors import RewindError
-from mlx_kvcache.integrations.mlx_lm import PromptCache
+from mlx_kvcache.integrations.mlx_lm import PromptCache, RecurrentStates
 from mlx_kvcache.integrations.sampling import Sampler
 
 #: Tokens after which MLX's pool of freed buffers is emptied, as mlx-lm does.
 _CLEAR_INTERVAL = 256
+#: How many of the marked positions keep their recurrent states; each costs one state of the model.
+MAX_KEPT = 16
 
 
 class TokenCache:
@@ -26,13 +26,19 @@ class TokenCache:
     `length` counts the steps that every layer has finished, so that a `TokenHistory` over this
     puts a step right that was broken off.
 
+    A recurrent state (SSM, linear attention, convolution) holds no row for each position, so it
+    cannot be rewound, only put back: `states` has what it was, by position, for 0, the marked
+    positions and the newest step. It is empty for a model that has no such layer.
+
     The cache must be empty. Its key is in the registry until `close`.
     """
 
     def __init__(self, model: Module, cache: PromptCache) -> None:
         self.model = model
         self.cache = cache
-        self.states = RecurrentStates(cache)
+        self.states: dict[int, RecurrentStates] = {}
+        if cache.recurrent:
+            self.states[0] = cache.recurrent_states()
         self.session = CacheSession.around(cache.sequence).open()
         self._finished = 0
         self._marks: tuple[int, ...] = ()
@@ -52,10 +58,10 @@ class TokenCache:
 
         No step may be running ahead or broken off: settle the history first.
         """
-        twin = copy.copy(self)
-        twin.cache = self.cache.fork()
-        twin.states = self.states.fork(twin.cache)
-        twin.session = CacheSession.around(twin.cache.sequence).open()
+        twin = TokenCache(self.model, self.cache.fork())
+        twin.states = dict(self.states)
+        twin._finished = self._finished
+        twin._marks = self._marks
         return twin
 
     def close(self) -> None:
@@ -91,7 +97,7 @@ class TokenCache:
 
         Raises `RewindError`, and changes nothing, when the layers cannot go back that far.
         """
-        if not self.states.reaches(position):
+        if self.states and position not in self.states:
             reachable = self.reachable_states()
             raise RewindError(
                 f"cannot rewind from {self.length} to {position}: the model has recurrent "
@@ -101,7 +107,9 @@ class TokenCache:
             )
         # In this order, an interruption anywhere leaves what the next call puts right.
         self.sequence.rewind(position)
-        self.states.restore(position)
+        if self.states:
+            self.cache.restore_recurrent(self.states[position])
+            self.states = {place: each for place, each in self.states.items() if place <= position}
         self._finished = position
         self._wait()
 
@@ -109,7 +117,7 @@ class TokenCache:
         """The recorded positions of the recurrent states to which all other layers can go too."""
         floor, length = self.sequence.rewind_floor, self.length
         return tuple(
-            place for place in self.states.positions if not place or floor <= place <= length
+            place for place in sorted(self.states) if not place or floor <= place <= length
         )
 
     def mark(self, positions: Collection[int]) -> None:
@@ -124,10 +132,11 @@ class TokenCache:
         """One forward pass over tokens [1, T]; the logits [1, V] after the last."""
         logits: mx.array = self.model(tokens, cache=self.cache)
         position = self.sequence.length
-        if self.states.exist:
-            self.states.record(position)
-            # The one before this step is needed when the step turns out to be one too many.
-            self.states.keep(self._marks, position - tokens.shape[1])
+        if self.states:
+            # What was before this step is needed when the step turns out to be one too many.
+            kept = {0, position - tokens.shape[1], *sorted(self._marks)[-MAX_KEPT:]}
+            states = {place: each for place, each in self.states.items() if place in kept}
+            self.states = {**states, position: self.cache.recurrent_states()}
         self._finished = position
         return logits[:, -1, :]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from mlx_kvcache.errors import ConfigError
 _OPTIONS = {"max_tokens": int, "temp": float, "top_p": float, "seed": int, "system": str}
 
 
-class CacheKind(str, Enum):
+class CacheKind(StrEnum):
     """The cache."""
 
     CELL = "cell"

@@ -125,10 +125,11 @@ def _stats(room: Room) -> Lines:
         cache_line(cached.sequence),
         memory_line(),
     ]
-    if cached.states.exist:
+    if cached.states:
         places = ", ".join(str(place) for place in cached.reachable_states())
+        size = sum(int(entry.nbytes) for entry in cached.cache.recurrent)
         lines.append(
-            f"states  recurrent layers hold {size_text(cached.states.nbytes)} for each position "
+            f"states  recurrent layers hold {size_text(size)} for each position "
             f"they can go back to: {places}"
         )
     else:

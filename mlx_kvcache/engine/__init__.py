@@ -3,6 +3,5 @@
 from mlx_kvcache.engine.engine import Engine
 from mlx_kvcache.engine.metrics import Metrics
 from mlx_kvcache.engine.requests import Event, Request, Session
-from mlx_kvcache.engine.scheduler import Scheduler, StepPlan
 
-__all__ = ["Engine", "Event", "Metrics", "Request", "Scheduler", "Session", "StepPlan"]
+__all__ = ["Engine", "Event", "Metrics", "Request", "Session"]

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from time import perf_counter
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlx_kvcache.cache.cells import MLXCellCache
-from mlx_kvcache.control.factory import CELL
-from mlx_kvcache.engine.choosing import choose
+from mlx_kvcache.control.factory import BATCHED, CELL
+from mlx_kvcache.control.registry import CacheSession
+from mlx_kvcache.engine.admission import Admission
 from mlx_kvcache.engine.metrics import Metrics
-from mlx_kvcache.engine.passes import Passes, Row
+from mlx_kvcache.engine.passes import Passes
 from mlx_kvcache.engine.requests import (
     CANCELLED,
     FAILED,
     LENGTH,
-    STOP,
     Event,
+    Outcome,
     Request,
     Session,
     check_max_tokens,
     check_prompt,
     check_stop,
+    ended,
 )
-from mlx_kvcache.engine.scheduler import Chunk, Scheduler
-from mlx_kvcache.engine.sessions import SessionStore, make_cache
-from mlx_kvcache.errors import CapacityError, ConfigError, KVCacheError, SessionError
-from mlx_kvcache.facts.config import (
-    DEFAULT_INITIAL_CAPACITY,
-    DEFAULT_SPARE,
-    CacheConfig,
-)
+from mlx_kvcache.engine.scheduler import Scheduler
+from mlx_kvcache.engine.sessions import Sessions, shared_cache
+from mlx_kvcache.errors import KVCacheError, SessionError
+from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_SPARE, CacheConfig
 from mlx_kvcache.integrations.attention import FlatModel
 from mlx_kvcache.integrations.mlx_lm import default_prefill_step
 from mlx_kvcache.integrations.sampling import (
@@ -49,21 +46,23 @@ GREEDY = Sampling()
 BATCHED_ROWS = 64
 
 
-class Engine(SessionStore):
+class Engine:
     """Runs many conversations with one model at once: continuous batching without padding.
 
-    capacity: the most positions that all sessions hold together. kind: "cell" (forks share rows)
-    or "batched" (each session has pools and rings of its own). max_active: the most requests
-    that run at once. step_tokens: the most tokens of one step (None: the device's usual prompt
-    chunk). max_context: the most positions of one session. The others are the fields of
-    `CacheConfig`, and the windows of `make_prompt_cache`.
+    capacity: the most positions that all sessions hold together. kind: "cell" (forks share rows),
+    "batched" (each session has pools and rings of its own), or that of a builder in the factory
+    whose caches hold many sequences. max_active: the most requests that run at once.
+    step_tokens: the most tokens of one step (None: the device's usual prompt chunk). max_context:
+    the most positions of one session. The others are the fields of `CacheConfig`, and the
+    windows of `make_prompt_cache`.
 
     A step feeds every running request one token, and reads prompts with what is left of
     `step_tokens`. A request starts when its prompt and all of `max_tokens` fit into what is not
     taken or reserved; until then it waits, first come first served.
 
-    Not for several threads at once, but for `Request.cancel`. Raises `UnsupportedModelError`,
-    `GeometryError` or `ConfigError`.
+    The cache has a key in the registry until `shutdown`, which a with-body calls at its end. Not
+    for several threads at once, but for `Request.cancel`. Raises `UnsupportedModelError`,
+    `GeometryError`, `ConfigError`, or for a kind that will not do `CacheKindError` or `FaceError`.
     """
 
     def __init__(
@@ -83,56 +82,110 @@ class Engine(SessionStore):
     ) -> None:
         if step_tokens is None:
             step_tokens = max(default_prefill_step(), max_active)
-        self._scheduler = Scheduler(step_tokens, max_active)
-        self._model = FlatModel(model, windows)
+        self._scheduler: Scheduler[Request] = Scheduler(step_tokens, max_active)
         if initial_capacity is None:
             # Every batched session starts with so many rows of its own.
-            initial_capacity = DEFAULT_INITIAL_CAPACITY if kind == CELL else BATCHED_ROWS
+            initial_capacity = BATCHED_ROWS if kind == BATCHED else DEFAULT_INITIAL_CAPACITY
         config = CacheConfig(
             capacity, kv_dtype, initial_capacity, spare, max_context, max_write=max_write
         )
-        self.cache = make_cache(self._model, config, kind)
-        self._passes = Passes(self._model, self.cache)
-        self._max_context = min(max_context or capacity, capacity)
-        self._requests: dict[int, Request] = {}
-        self._next_number = 0
+        flat_model = FlatModel(model, windows)
+        self.vocabulary = flat_model.vocabulary
+        self.cache_kind = kind
+        self.max_active = max_active
+        self._owner = CacheSession(flat_model.geometry, config, kind=kind).open()
+        self.cache = shared_cache(self._owner)
+        self._sessions = Sessions(self.cache)
+        self._admission = Admission(
+            self._scheduler, self._sessions, min(max_context or capacity, capacity)
+        )
+        self._passes = Passes(flat_model, self._sessions)
+        self._numbers = 0
         self._events: list[Event] = []
         self._to_cancel: deque[Request] = deque()
-        self.metrics = Metrics()
+        self._metrics = Metrics()
+        self._decided: Sequence[Outcome] = ()
+        self._is_whole = True
 
-    @property
-    def vocabulary(self) -> int:
-        """The number of token ids of the model."""
-        return self._model.vocabulary
+    def __enter__(self) -> Engine:
+        return self
 
-    @property
-    def max_active(self) -> int:
-        """The most requests that run at once."""
-        return self._scheduler.max_active
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request runs or waits."""
-        return not self._requests
+        """Whether no request runs or waits, nor is its end yet to be told."""
+        return not (self._scheduler.unread or self._scheduler.waiting or self._decided)
 
     @property
     def waiting(self) -> tuple[Request, ...]:
         """The requests that wait for room, in their order."""
-        return tuple(self._requests[number] for number in self._scheduler.waiting)
+        return tuple(self._scheduler.waiting)
 
     @property
     def active(self) -> tuple[Request, ...]:
         """The requests that run, in the order in which they started."""
-        return tuple(self._requests[number] for number in self._scheduler.active)
+        return tuple(self._scheduler.unread)
+
+    @property
+    def free(self) -> int:
+        """Positions that are neither taken nor reserved by a running request."""
+        return self._admission.free
+
+    @property
+    def metrics(self) -> Metrics:
+        """What the engine has done so far."""
+        self._observe()
+        return self._metrics
+
+    def open(self) -> Session:
+        """Begin an empty session, to be continued by `submit` and ended by `close`."""
+        self._begin()
+        session = self._sessions.new(self)
+        self._is_whole = True
+        return session
+
+    def fork(self, session: Session, up_to: int | None = None) -> Session:
+        """Begin a session with the same tokens, up to a position; cells are shared, not copied.
+
+        Raises `SessionError` (closed), `RewindError` (`up_to` beyond what is held or overwritten
+        by a ring), or `CapacityError`: a batched fork takes as many positions as it has, and
+        what running requests have reserved is not free.
+        """
+        self._admission.check_fork(session, up_to)
+        self._begin()
+        twin = self._sessions.fork(session, up_to)
+        self._is_whole = True
+        return twin
+
+    def position(self, session: Session) -> int:
+        """Tokens of a session that the cache holds. Raises `SessionError` when it is closed."""
+        return self._sessions.position(session)
 
     def close(self, session: Session) -> None:
         """Forget a session, and cancel its request. Closing it again does nothing."""
         if session.sequence is None:
             return
-        self._sequence(session)
+        self._sessions.sequence(session)
+        self._begin()
         if session.request is not None:
-            self._end(session.request, CANCELLED)
-        self._forget(session)
+            self._settle([ended(session.request, CANCELLED)])
+        self._sessions.forget(session)
+        self._is_whole = True
+
+    def shutdown(self) -> None:
+        """Cancel every request, close every session, and give back the cache's key.
+
+        May be repeated. There are no new sessions and requests after it.
+        """
+        if not self._is_whole:
+            self._mend()
+        self._is_whole = False
+        self._settle([ended(request, CANCELLED) for request in (*self.active, *self.waiting)])
+        self._sessions.forget_all()
+        self._owner.close()
+        self.compact()
 
     def submit(
         self,
@@ -158,256 +211,198 @@ class Engine(SessionStore):
         or `CapacityError` for what can never fit; nothing has changed then.
         """
         try:
-            request = self._checked(prompt, max_tokens, sampling, stop, session, parent, sampler)
+            tokens = check_prompt(prompt, self.vocabulary)
+            check_max_tokens(max_tokens)
+            check_sampling(sampling)
+            stop_ids = check_stop(stop)
+            self._admission.check_request(len(tokens), max_tokens, session, parent)
         except KVCacheError:
-            self.metrics.refused += 1
+            self._metrics.refused += 1
             raise
-        self._next_number += 1
-        self._requests[request.number] = request
-        self._scheduler.add(request.number)
+        self._begin()
+        random = RandomState.of(sampling.seed) if sampling.temp else None
+        request = Request(
+            self, self._numbers, tokens, max_tokens, stop_ids, sampling,
+            sampler or sampler_of(sampling), random, session, parent, session is None,
+        )  # fmt: skip
+        self._numbers += 1
+        self._metrics.submitted += 1
+        self._scheduler.add(request)
         if session is not None:
             session.request = request
-        self.metrics.submitted += 1
+        self._is_whole = True
         return request
 
     def step(self) -> list[Event]:
-        """Run one step, and answer what it did for whom; nothing when the engine is idle.
+        """Run one step, and answer what was done for whom; nothing when the engine is idle.
 
         Raises `CapacityError`, and changes nothing, when nothing runs and the first waiting
         request does not fit beside the idle sessions. A request that fails is ended, and its
         session closed, with its `error` set.
         """
-        self._mend()
-        while self._to_cancel:
-            request = self._to_cancel.popleft()
-            if request.finish_reason is None:
-                self._end(request, CANCELLED)
-        self._admit()
-        plan = self._scheduler.plan()
-        if plan.decodes:
-            self._decode([self._requests[number] for number in plan.decodes])
-        if plan.chunks:
-            self._prefill(plan.chunks)
-        if plan.tokens:
-            self._observe()
-        elif not self._events and self._requests:
-            self._refuse_to_wait()
+        if not self._advance() and not self._events:
+            self._admission.refuse_to_wait()
         events, self._events = self._events, []
         return events
 
-    def cancel(self, request: Request) -> None:
-        """End a request at the next step; may be called from any thread, and more than once."""
-        self._to_cancel.append(request)
-
     def run(self) -> Iterator[Event]:
-        """Run steps until no request is left, and answer their events. Raises as `step`."""
-        while self._requests or self._events:
-            yield from self.step()
+        """Run steps until no request is left, and answer their events. Raises as `step`.
+
+        What it was not asked for any more, the next `run` or `step` answers.
+        """
+        while self._events or not self.is_idle:
+            if not self._events and not self._advance():
+                self._admission.refuse_to_wait()
+            while self._events:
+                yield self._events.pop(0)
+
+    def follow(self, request: Request) -> None:
+        """Run a step unless a request has ended; its events are told, those of others kept."""
+        if request.finish_reason is None and not self._advance():
+            self._admission.refuse_to_wait()
+        self._events = [event for event in self._events if event.request is not request]
+
+    def cancel(self, request: Request) -> None:
+        """End a request at the next step; may be called from any thread, and more than once.
+
+        Raises `SessionError` for a request of another engine.
+        """
+        if request.host is not self:
+            raise SessionError("the request belongs to another engine")
+        self._to_cancel.append(request)
 
     def compact(self) -> None:
         """Move the rows of cells together and give spare memory back. Copies what is held."""
-        if isinstance(self.cache, MLXCellCache):
-            self.cache.defragment()
+        if not self._is_whole:
+            self._mend()
+        self._observe()
+        self._sessions.defragment()
         mx.clear_cache()
 
-    def _checked(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        sampling: Sampling,
-        stop: Sequence[int],
-        session: Session | None,
-        parent: Session | None,
-        sampler: Sampler | None,
-    ) -> Request:
-        tokens = check_prompt(prompt, self.vocabulary)
-        check_max_tokens(max_tokens)
-        check_sampling(sampling)
-        stop_ids = check_stop(stop)
-        if session is not None and parent is not None:
-            raise ConfigError("a request continues a session or forks a parent, not both")
-        held = session or parent
-        if held is not None:
-            self._sequence(held)
-        if session is not None and session.request is not None:
-            raise SessionError(
-                f"the session has an unfinished request ({session.request.number}); wait for it "
-                "or cancel it, or fork the session"
-            )
-        before = held.tokens if held is not None else []
-        pending = len(before) - (held.position if held is not None else 0)
-        if not tokens and not (pending and max_tokens):
-            raise ConfigError("the prompt is empty; give at least one token")
-        self._check_can_fit(len(before) + len(tokens), max_tokens)
-        random = RandomState.of(sampling.seed) if sampling.temp else None
-        return Request(
-            self, self._next_number, tokens, max_tokens, stop_ids, sampling,
-            sampler or sampler_of(sampling), random, session, parent, session is None,
-        )  # fmt: skip
+    def _begin(self) -> None:
+        """Prepare a verb; one that is interrupted is mended by the next."""
+        if not self._owner.is_open:
+            raise SessionError("the engine has been shut down; make another")
+        if not self._is_whole:
+            self._mend()
+        self._is_whole = False
 
-    def _check_can_fit(self, known: int, max_tokens: int) -> None:
-        if known + max_tokens > self._max_context:
-            raise CapacityError(
-                f"{known} tokens and {max_tokens} new ones need {known + max_tokens} positions, "
-                f"but a session has at most {self._max_context}; ask for fewer, or make the engine "
-                "with a larger capacity"
-            )
+    def _advance(self) -> bool:
+        """Run one step, and keep its events; answers whether anything was done."""
+        before = len(self._events)
+        if not self._is_whole:
+            self._mend()
+        self._is_whole = False
+        while self._to_cancel:
+            if self._to_cancel[0].finish_reason is None:
+                self._settle([ended(self._to_cancel[0], CANCELLED)])
+            self._to_cancel.popleft()
+        scheduler = self._scheduler
+        if scheduler.waiting:
+            self._admit()
+        decodes = scheduler.decodes
+        chunks = scheduler.chunks() if len(decodes) < len(scheduler.unread) else []
+        if decodes:
+            began = perf_counter()
+            self._settle(self._passes.decode(decodes))
+            self._metrics.decode_passes += 1
+            self._metrics.decode_rows += len(decodes)
+            self._metrics.decode_seconds += perf_counter() - began
+        if chunks:
+            self._prefill(chunks)
+        self._is_whole = True
+        return bool(decodes or chunks) or len(self._events) > before
 
     def _mend(self) -> None:
-        """Make good for a step that was interrupted between its pass and its bookkeeping."""
-        for number in self._scheduler.active:
-            request = self._requests[number]
-            session = _session(request)
-            ahead = session.position - len(session.tokens) + (1 if request.max_tokens else 0)
-            ahead += self._scheduler.unread(number)
-            if ahead and self._scheduler.unread(number):
-                self._scheduler.fed(number, ahead)
-            elif ahead:
-                # The token that followed is not known any more.
-                self.cache.rewind(self._sequence(session), session.position - ahead)
-            self._end_if_read(request)
+        """Put right what an interrupted verb has left: what was decided is carried out."""
+        self._settle(self._decided)
+        self._sessions.sweep()
+        for request in self.waiting:
+            if request.session is not None:
+                request.session.request = request
+        read = []
+        for request in self.active:
+            assert request.session is not None, "a request that runs has a session"
+            history = request.session.history
+            if request.max_tokens:
+                # Of a token that was fed and has no successor, the successor is not known.
+                unread = len(history.continue_as(history.tokens)) - 1
+            else:
+                history.settle()
+                unread = len(history.pending)
+            self._scheduler.left(request, unread)
+            if not unread and not request.max_tokens:
+                read.append(ended(request, LENGTH))
+        self._settle(read)
+        self._is_whole = True
 
     def _admit(self) -> None:
-        while (number := self._scheduler.head) is not None:
-            request = self._requests[number]
-            if request.parent is not None and _is_running(request.parent):
-                return
+        while self._scheduler.waiting:
+            request = self._scheduler.waiting[0]
             try:
-                need, copied = self._need(request)
-                if not self._scheduler.fits(need + copied, self.cache.free):
+                if not self._admission.start(request):
                     return
-                self._start(request, need)
             except KVCacheError as error:
-                # Its parent is gone, or has grown since.
-                self._fail(request, error)
+                self._settle([ended(request, FAILED, error)])
+            else:
+                self._metrics.queued(request.queue_seconds or 0.0)
+                self._observe()
 
-    def _need(self, request: Request) -> tuple[int, int]:
-        """Positions that a request will take, and those that its fork copies."""
-        held = request.session or request.parent
-        known, position = (len(held.tokens), self.position(held)) if held else (0, 0)
-        self._check_can_fit(known + len(request.prompt), request.max_tokens)
-        copies = request.parent is not None and not isinstance(self.cache, MLXCellCache)
-        need = known - position + len(request.prompt) + request.max_tokens
-        return need, position if copies else 0
-
-    def _start(self, request: Request, need: int) -> None:
-        session = request.session
-        if session is None:
-            session = self.open() if request.parent is None else self.fork(request.parent)
-            session.request = request
-            request.session = session
-        session.tokens.extend(request.prompt)
-        unread = len(session.tokens) - session.position
-        # The last prompt token is fed by a decode pass, the first that asks for logits.
-        prefill = unread - 1 if request.max_tokens else unread
-        self._scheduler.start(request.number, prefill, need)
-        request.started = time.perf_counter()
-        self.metrics.queued(request.started - request.submitted)
-
-    def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        began = time.perf_counter()
-        requests = [self._requests[chunk.request] for chunk in chunks]
-        rows = [
-            self._row(request, chunk.tokens)
-            for request, chunk in zip(requests, chunks, strict=True)
-        ]
-        for request, row, result in zip(
-            requests, rows, self._passes.run(rows, with_logits=False), strict=True
-        ):
-            if result.error is not None:
-                self._fail(request, result.error)
+    def _prefill(self, chunks: Sequence[tuple[Request, int]]) -> None:
+        began = perf_counter()
+        outcomes = []
+        errors = self._passes.read(chunks)
+        for (request, tokens), error in zip(chunks, errors, strict=True):
+            if error is not None:
+                outcomes.append(ended(request, FAILED, error))
                 continue
-            self._scheduler.fed(request.number, len(row.tokens))
-            self.metrics.prompt_tokens += len(row.tokens)
-            self._end_if_read(request)
-        self.metrics.prefill_passes += 1
-        self.metrics.prefill_seconds += time.perf_counter() - began
+            unread = self._scheduler.unread[request] - tokens
+            self._scheduler.left(request, unread)
+            self._metrics.prompt_tokens += tokens
+            if not unread and not request.max_tokens:
+                outcomes.append(ended(request, LENGTH))
+        self._observe()
+        self._settle(outcomes)
+        self._metrics.prefill_passes += 1
+        self._metrics.prefill_seconds += perf_counter() - began
 
-    def _end_if_read(self, request: Request) -> None:
-        if not request.max_tokens and not self._scheduler.unread(request.number):
-            self._end(request, LENGTH)
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Carry out what was decided; when this is interrupted, `_mend` does it again."""
+        self._decided = outcomes
+        events = []
+        for event, total, error, random in outcomes:
+            request, token, reason = event
+            if token is not None:
+                assert request.session is not None, "a request that runs has a session"
+                tokens = request.session.history.tokens
+                if len(tokens) < request.begin + total:
+                    tokens.append(token)
+                if len(request.tokens) < total:
+                    request.tokens.append(token)
+                    self._metrics.tokens += 1
+                request.random = random
+                if request.first_token is None:
+                    request.first_token = perf_counter()
+            if reason is not None:
+                self._end(request, reason, error)
+            events.append(event)
+        self._events, self._decided = [*self._events, *events], ()
 
-    def _decode(self, requests: Sequence[Request]) -> None:
-        began = time.perf_counter()
-        rows = [self._row(request, 1) for request in requests]
-        results = self._passes.run(rows, with_logits=True)
-        for request, result in zip(requests, results, strict=True):
-            if result.error is not None:
-                self._fail(request, result.error)
-                continue
-            try:
-                token = choose(request, result, self.vocabulary)
-            except Exception as error:
-                self._fail(request, error)
-                continue
-            self._scheduler.fed(request.number, 1)
-            self._accept(request, token)
-        self.metrics.decode_passes += 1
-        self.metrics.decode_rows += len(requests)
-        self.metrics.decode_seconds += time.perf_counter() - began
-
-    def _row(self, request: Request, tokens: int) -> Row:
-        session = _session(request)
-        position = session.position
-        sequence = self._sequence(session)
-        return Row(sequence, session.tokens[position : position + tokens])
-
-    def _accept(self, request: Request, token: int) -> None:
-        request.tokens.append(token)
-        _session(request).tokens.append(token)
-        self.metrics.tokens += 1
-        if request.first_token is None:
-            request.first_token = time.perf_counter()
-        if token in request.stop:
-            self._end(request, STOP, token)
-        elif len(request.tokens) == request.max_tokens:
-            self._end(request, LENGTH, token)
-        else:
-            self._events.append(Event(request, token, None))
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        request.error = error
-        self._end(request, FAILED)
-        if request.session is not None:
-            self._forget(request.session)
-
-    def _end(self, request: Request, reason: str, token: int | None = None) -> None:
-        request.finish_reason = reason
-        request.ended = time.perf_counter()
-        self._scheduler.remove(request.number)
-        del self._requests[request.number]
-        self._events.append(Event(request, token, reason))
-        if reason == CANCELLED:
-            self.metrics.cancelled += 1
-        elif reason == FAILED:
-            self.metrics.failed += 1
-        else:
-            self.metrics.finished += 1
+    def _end(self, request: Request, reason: str, error: Exception | None) -> None:
+        self._observe()
         session = request.session
         if session is not None:
-            session.request = None
-            if request.owns_session:
-                self._forget(session)
+            if session.request is request:
+                session.request = None
+            if request.owns_session or reason == FAILED:
+                self._sessions.forget(session)
+        self._scheduler.remove(request)
+        if request.finish_reason is None:
+            request.error, request.ended = error, perf_counter()
+            request.finish_reason = reason
+            self._metrics.end(reason)
 
     def _observe(self) -> None:
-        cache = self.cache
-        self.metrics.observe(len(self._scheduler.active), cache.used, self.shared, cache.nbytes)
-
-    def _refuse_to_wait(self) -> None:
-        number = self._scheduler.head
-        assert number is not None, "a request that does not run waits"
-        need = sum(self._need(self._requests[number]))
-        raise CapacityError(
-            f"request {number} needs {need} positions and {self.free} of {self.cache.capacity} are "
-            "free, with no other request running: idle sessions hold the rest; close some, or "
-            "cancel the request"
-        )
-
-
-def _session(request: Request) -> Session:
-    assert request.session is not None, "a request that runs has a session"
-    return request.session
-
-
-def _is_running(session: Session) -> bool:
-    return session.request is not None and session.request.started is not None
+        """Note how full the engine is; between the calls of this, nothing but decoding grows."""
+        active, cache = len(self._scheduler.unread), self.cache
+        self._metrics.observe(active, cache.used, self._sessions.shared, cache.nbytes)

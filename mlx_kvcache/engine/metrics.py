@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlx_kvcache.engine.requests import CANCELLED, FAILED
+
 
 @dataclass
 class Metrics:
@@ -60,6 +62,15 @@ class Metrics:
         self.started += 1
         self.queue_seconds += seconds
         self.longest_queue_seconds = max(self.longest_queue_seconds, seconds)
+
+    def end(self, reason: str) -> None:
+        """Record that a request ended."""
+        if reason == CANCELLED:
+            self.cancelled += 1
+        elif reason == FAILED:
+            self.failed += 1
+        else:
+            self.finished += 1
 
     def observe(self, active: int, used: int, shared: int, held_bytes: int) -> None:
         """Record how full the engine is."""

@@ -2,124 +2,188 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_kvcache.cache.cells import MLXCellCache
-from mlx_kvcache.errors import NonFiniteError, RewindError
-from mlx_kvcache.integrations.attention import Cache, FlatModel
+from mlx_kvcache.engine.requests import FAILED, LENGTH, STOP, Event, Outcome, Request, ended
+from mlx_kvcache.engine.sessions import Sessions
+from mlx_kvcache.errors import ConfigError, NonFiniteError, RewindError
+from mlx_kvcache.integrations.attention import FlatModel
+from mlx_kvcache.integrations.sampling import RandomState, Sampler, greedy
 
 
 class Row(NamedTuple):
-    """The next tokens of one sequence."""
+    """The next tokens of one sequence, which stands at `start`."""
 
     sequence: int
+    start: int
     tokens: Sequence[int]
 
 
 class Result(NamedTuple):
-    """The logits [1, vocabulary] after a row and its greedy token, or its failure.
-
-    A failed row's sequence stands where it stood; `is_lost` when that could not be, and the
-    sequence must be removed.
-    """
+    """The logits [1, vocabulary] after a row and its greedy token, or its failure."""
 
     logits: mx.array | None = None
     greedy: int | None = None
     error: Exception | None = None
-    is_lost: bool = False
+
+
+_READ = Result()
+_RUNS = "a request that runs has a session, which is open"
 
 
 class Passes:
     """Runs rows through the model on a cache, and keeps failures apart.
 
-    A value that is no number in one sequence's cells reaches every sequence that is attended over
-    them in the same pass: 0 times NaN is NaN. So a pass with such rows is taken back for them,
-    the cells are defragmented, which drops the bad ones, and each of those rows runs alone.
-    What finite rows computed is right, since a NaN that reached them would show.
+    A value that is no number in one sequence's rows reaches every sequence that is attended over
+    them in the same pass: 0 times NaN is NaN. So where rows are shared, a pass with such rows is
+    taken back for them, the cache is defragmented, which drops the bad ones, and each of those
+    rows runs alone. What finite rows computed is right, since a NaN that reached them would show.
     """
 
-    def __init__(self, model: FlatModel, cache: Cache) -> None:
+    def __init__(self, model: FlatModel, sessions: Sessions) -> None:
         self._model = model
-        self._cache = cache
+        self._sessions = sessions
+        self._cache = sessions.cache
+
+    def read(self, chunks: Sequence[tuple[Request, int]]) -> list[Exception | None]:
+        """Read so many tokens of each prompt on, and answer what failed it. Raises as `run`."""
+        rows = []
+        for request, count in chunks:
+            session = request.session
+            assert session is not None and session.sequence is not None, _RUNS  # noqa: PT018
+            start = session.history.held
+            rows.append(Row(session.sequence, start, session.tokens[start : start + count]))
+        return [result.error for result in self.run(rows, with_logits=False)]
+
+    def decode(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Feed the newest token of each request, and decide what follows. Raises as `run`."""
+        rows = []
+        for request in requests:
+            session = request.session
+            assert session is not None and session.sequence is not None, _RUNS  # noqa: PT018
+            tokens = session.history.tokens
+            rows.append(Row(session.sequence, len(tokens) - 1, tokens[-1:]))
+        outcomes = []
+        results = self.run(rows, with_logits=True)
+        for request, result in zip(requests, results, strict=True):
+            error, token, random = result.error, result.greedy, request.random
+            if error is None and request.sampler is not greedy:
+                # A draw that is lost by an interruption must not move the state on.
+                random = copy.copy(random)
+                try:
+                    token = _draw(result, request.sampler, random)
+                except Exception as raised:
+                    error = raised
+            if error is not None:
+                outcomes.append(ended(request, FAILED, error))
+                continue
+            count = len(request.tokens) + 1
+            reason = LENGTH if count == request.max_tokens else None
+            if token in request.stop:
+                reason = STOP
+            outcomes.append(Outcome(Event(request, token, reason), count, None, random))
+        return outcomes
 
     def run(self, rows: Sequence[Row], with_logits: bool) -> list[Result]:
-        """The result of each row. Only `KeyboardInterrupt` and the like are raised."""
-        starts = [self._cache.position(row.sequence) for row in rows]
+        """The result of each row; only rows of one token have logits.
+
+        A failed row's sequence stands where it stood, unless a ring was overwritten. Raises only
+        `KeyboardInterrupt` and the like.
+        """
+        raised = False
         try:
             results = self._attempt(rows, with_logits)
         except Exception as error:
-            lost = self._take_back(rows, starts)
-            if len(rows) == 1:
-                return [Result(error=error, is_lost=bool(lost))]
-            return [
-                Result(error=error, is_lost=True)
-                if row.sequence in lost
-                else self.run([row], with_logits)[0]
-                for row in rows
-            ]
+            raised, results = True, [Result(error=error)] * len(rows)
         except BaseException:
-            self._take_back(rows, starts)
+            self._take_back(rows)
             raise
-        bad = [index for index, result in enumerate(results) if result.error is not None]
-        if not bad:
-            return results
-        lost = self._take_back([rows[i] for i in bad], [starts[i] for i in bad])
-        shares = isinstance(self._cache, MLXCellCache)
-        if shares:
-            self._cache.defragment()  # type: ignore[attr-defined]
-        for index in bad:
-            is_lost = rows[index].sequence in lost
-            if shares and len(rows) > 1 and not is_lost:
-                results[index] = self.run([rows[index]], with_logits)[0]
-            else:
-                results[index] = results[index]._replace(is_lost=is_lost)
+        for result in results:
+            if result.error is not None:
+                return self._apart(rows, with_logits, results, raised)
         return results
 
     def _attempt(self, rows: Sequence[Row], with_logits: bool) -> list[Result]:
-        step = self._cache.declare_step([(row.sequence, len(row.tokens)) for row in rows])
-        tokens = mx.array([token for row in rows for token in row.tokens], mx.int32)
-        logits, healthy = self._model.forward(self._cache, tokens)
-        if not with_logits:
+        spans = []
+        tokens: list[int] = []
+        for row in rows:
+            spans.append((row.sequence, len(row.tokens)))
+            tokens += row.tokens
+        self._cache.declare_step(spans)
+        logits, finite = self._model.forward(self._cache, mx.array(tokens, mx.int32))
+        chosen: Any = None
+        if with_logits:
+            finite = finite & mx.isfinite(mx.logsumexp(logits.astype(mx.float32), axis=-1))
+            greedy = mx.argmax(logits, axis=-1)
+            mx.eval(finite, greedy)
+            chosen = greedy.tolist()
+        else:
             # Logits are lazy: what nobody asks for is not computed.
-            mx.eval(healthy, self._cache.state)
-            return [Result() if all(flags) else _not_finite() for flags in _by_row(rows, healthy)]
-        if len(rows) < step.tokens:
-            logits = logits[mx.array(step.last_tokens, mx.int32)]
-        finite = mx.isfinite(mx.logsumexp(logits.astype(mx.float32), axis=-1))
-        greedy = mx.argmax(logits, axis=-1)
-        mx.eval(healthy, finite, greedy)
-        chosen: list[Any] = greedy.tolist()  # type: ignore[assignment]
-        last: list[Any] = finite.tolist()  # type: ignore[assignment]
+            mx.eval(finite, self._cache.state)
+        flags: Any = finite.tolist()
+        results = []
+        first = 0
+        for row in rows:
+            end = first + len(row.tokens)
+            if not all(flags[first:end]):
+                results.append(_not_finite())
+            elif with_logits:
+                results.append(Result(logits[first:end], chosen[first]))
+            else:
+                results.append(_READ)
+            first = end
+        return results
+
+    def _apart(
+        self, rows: Sequence[Row], with_logits: bool, results: list[Result], raised: bool
+    ) -> list[Result]:
+        """The results once those that failed were run alone, where that may help."""
+        bad = [row for row, result in zip(rows, results, strict=True) if result.error is not None]
+        lost = self._take_back(bad)
+        if not raised:
+            self._sessions.defragment()
+        if len(rows) == 1 or not (raised or self._sessions.share_rows):
+            return results
         return [
-            Result(logits[index : index + 1], chosen[index])
-            if all(flags) and last[index]
-            else _not_finite()
-            for index, flags in enumerate(_by_row(rows, healthy))
+            self.run([row], with_logits)[0] if row in bad and row not in lost else result
+            for row, result in zip(rows, results, strict=True)
         ]
 
-    def _take_back(self, rows: Sequence[Row], starts: Sequence[int]) -> set[int]:
+    def _take_back(self, rows: Sequence[Row]) -> list[Row]:
         """Put sequences back to where they stood; answers those that a ring has overwritten."""
-        lost = set()
-        for row, start in zip(rows, starts, strict=True):
+        lost = []
+        for row in rows:
             unfinished = row.sequence in self._cache.unfinished
-            if unfinished or self._cache.position(row.sequence) != start:
+            if unfinished or self._cache.position(row.sequence) != row.start:
                 try:
-                    self._cache.rewind(row.sequence, start)
+                    self._cache.rewind(row.sequence, row.start)
                 except RewindError:
-                    lost.add(row.sequence)
-        self._cache.layout.retract_declaration()
+                    lost.append(row)
+        if not lost:
+            # What was declared and not placed.
+            self._cache.abandon_step()
         return lost
 
 
-def _by_row(rows: Sequence[Row], flags: mx.array) -> Iterator[list[bool]]:
-    values: list[Any] = flags.tolist()  # type: ignore[assignment]
-    first = 0
-    for row in rows:
-        yield values[first : first + len(row.tokens)]
-        first += len(row.tokens)
+def _draw(result: Result, sampler: Sampler, random: RandomState | None) -> int:
+    assert result.logits is not None, "a result without an error has logits"
+    logprobs = result.logits - mx.logsumexp(result.logits, keepdims=True)
+    if random is None:
+        answer = sampler(logprobs)
+    else:
+        with random.in_use():
+            answer = sampler(logprobs)
+            # The state that is left behind is one of the results.
+            mx.eval(answer)
+    token = int(answer.tolist()[0])  # type: ignore[index, arg-type]
+    vocabulary = result.logits.shape[1]
+    if not 0 <= token < vocabulary:
+        raise ConfigError(f"the sampler chose token {token}; there are {vocabulary} token ids")
+    return token
 
 
 def _not_finite() -> Result:

@@ -1,23 +1,33 @@
-"""Sessions, requests, and what happens to them."""
+"""Sessions, requests, and what happens to them: records, whose verbs ask a host."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from mlx_kvcache.control.history import TokenHistory
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.checks import is_integer
 from mlx_kvcache.facts.config import MAX_CAPACITY
 from mlx_kvcache.integrations.sampling import RandomState, Sampler, Sampling
-
-if TYPE_CHECKING:
-    from mlx_kvcache.engine.engine import Engine
 
 STOP = "stop"
 LENGTH = "length"
 CANCELLED = "cancelled"
 FAILED = "failed"
+
+
+class Host(Protocol):
+    """Who runs the requests: what sessions and requests ask of an engine."""
+
+    def submit(self, *arguments: Any, **choices: Any) -> Request: ...
+    def fork(self, session: Session, up_to: int | None = None) -> Session: ...
+    def close(self, session: Session) -> None: ...
+    def position(self, session: Session) -> int: ...
+    def cancel(self, request: Request) -> None: ...
+    def follow(self, request: Request) -> None: ...
 
 
 class Event(NamedTuple):
@@ -36,44 +46,52 @@ class Event(NamedTuple):
 class Session:
     """A conversation: the tokens so far. The engine makes them.
 
-    sequence: the id in the cache, None once it is closed. tokens: everything that was given and
-    produced. The newest ones may not have been fed yet: that of an answer's end is fed before
-    the next prompt.
+    sequence: the id in the cache, None once it is closed. request: the one that is unfinished.
     """
 
-    engine: Engine
+    host: Host
     sequence: int | None
-    tokens: list[int] = field(default_factory=list)
+    history: TokenHistory
     request: Request | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything that was given and produced.
+
+        The newest ones may not have been fed yet: that of an answer's end is fed before the next
+        prompt.
+        """
+        return self.history.tokens
 
     @property
     def position(self) -> int:
         """Tokens that the cache holds. Raises `SessionError` for a closed session."""
-        return self.engine.position(self)
+        return self.host.position(self)
 
     def submit(self, prompt: Sequence[int], **choices: Any) -> Request:
         """Continue this conversation; see `Engine.submit`."""
-        return self.engine.submit(prompt, session=self, **choices)
+        return self.host.submit(prompt, session=self, **choices)
 
     def fork(self, up_to: int | None = None) -> Session:
         """Another conversation with the same beginning; see `Engine.fork`."""
-        return self.engine.fork(self, up_to)
+        return self.host.fork(self, up_to)
 
     def close(self) -> None:
         """Forget the conversation; see `Engine.close`."""
-        self.engine.close(self)
+        self.host.close(self)
 
 
 @dataclass(eq=False)
 class Request:
     """One answer, as far as it is.
 
-    owns_session: whether its session ends with it. tokens: those produced, a stop id included.
-    finish_reason: see `Event`; None until it ends.
-    error: what failed it. Times are of `time.perf_counter`.
+    owns_session: whether its session ends with it. begin: where in the session's tokens the
+    answer begins, 0 before the prompt is among them. tokens: those produced, a stop id
+    included. finish_reason: see `Event`; None until it ends. error: what failed it. Times are of
+    `time.perf_counter`.
     """
 
-    engine: Engine
+    host: Host
     number: int
     prompt: tuple[int, ...]
     max_tokens: int
@@ -84,6 +102,7 @@ class Request:
     session: Session | None
     parent: Session | None
     owns_session: bool
+    begin: int = 0
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: Exception | None = None
@@ -99,30 +118,45 @@ class Request:
 
     def cancel(self) -> None:
         """End the request at the next step; what it has produced stands. For any thread."""
-        self.engine.cancel(self)
+        self.host.cancel(self)
 
     def stream(self) -> Iterator[int]:
         """The tokens as they are produced; runs the engine, and so all other requests too.
 
-        Raises what failed the request.
+        The events of the others are kept for `Engine.run` and `Engine.step`. Raises what failed
+        the request, and `CapacityError` as `Engine.step` does.
         """
         shown = 0
-        while True:
+        is_over = False
+        while not is_over:
+            is_over = self.finish_reason is not None
             while shown < len(self.tokens):
                 yield self.tokens[shown]
                 shown += 1
-            if self.finish_reason is not None:
-                break
-            self.engine.step()
+            self.host.follow(self)
         if self.error is not None:
             raise self.error
+
+
+class Outcome(NamedTuple):
+    """What was decided for a request. total: its tokens then, so that none is added twice."""
+
+    event: Event
+    total: int
+    error: Exception | None = None
+    random: RandomState | None = None
+
+
+def ended(request: Request, reason: str, error: Exception | None = None) -> Outcome:
+    """That a request ends without another token."""
+    return Outcome(Event(request, None, reason), len(request.tokens), error)
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
     """The token ids of a prompt. Raises `ConfigError`."""
     tokens = tuple(prompt)
     for index, token in enumerate(tokens):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+        if not is_integer(token, 0, vocabulary - 1):
             raise ConfigError(
                 f"token {index} of the prompt is {token!r}; the model's token ids are integers "
                 f"from 0 to {vocabulary - 1}"
@@ -132,14 +166,13 @@ def check_prompt(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
 
 def check_max_tokens(max_tokens: object) -> None:
     """Raise `ConfigError` unless this is a number of tokens."""
-    is_integer = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
-    if not is_integer or not 0 <= max_tokens <= MAX_CAPACITY:  # type: ignore[operator]
+    if not is_integer(max_tokens, 0, MAX_CAPACITY):
         raise ConfigError(f"max_tokens must be an integer >= 0, got {max_tokens!r}")
 
 
 def check_stop(stop: Sequence[int]) -> frozenset[int]:
     """The stop ids as a set. Raises `ConfigError`."""
     for token in stop:
-        if isinstance(token, bool) or not isinstance(token, int):
+        if not is_integer(token):
             raise ConfigError(f"stop ids must be integers, got {token!r}")
     return frozenset(stop)

@@ -7,50 +7,32 @@ step's tokens goes to prompts, one chunk for each request, in turns.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
-from mlx_kvcache.errors import CapacityError, ConfigError
+from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.checks import is_integer
 
-
-class Chunk(NamedTuple):
-    """The next `tokens` tokens of a request's prompt."""
-
-    request: int
-    tokens: int
+#: A request, or whatever stands for one: its equality is its identity.
+Key = TypeVar("Key")
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """decodes: the requests that are fed one token each. chunks: the prompts that are read on."""
-
-    decodes: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the step feeds."""
-        return len(self.decodes) + sum(chunk.tokens for chunk in self.chunks)
-
-
-class _Active:
-    __slots__ = ("prefill", "reserved")
-
-    def __init__(self, prefill: int, reserved: int) -> None:
-        self.prefill = prefill
-        self.reserved = reserved
-
-
-class Scheduler:
-    """Requests by number, first come first served.
+class Scheduler(Generic[Key]):
+    """Requests, first come first served.
 
     step_tokens: the most tokens of one step. max_active: how many requests run at once; each
     needs room for its one token in a step, so it is at most `step_tokens`.
+
+    To be read, not written: `waiting`, the requests that are yet to start, in their order;
+    `unread`, those that run, in the order in which they started, each with how many of its prompt
+    tokens are yet to be read; `decodes`, those that have none left and are fed one token a step.
+
+    A call that was interrupted may be made again.
     """
 
     def __init__(self, step_tokens: int, max_active: int) -> None:
-        _check_positive("step_tokens", step_tokens)
-        _check_positive("max_active", max_active)
+        for name, value in (("step_tokens", step_tokens), ("max_active", max_active)):
+            if not is_integer(value, 1):
+                raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
         if max_active > step_tokens:
             raise ConfigError(
                 f"{max_active} requests at once (max_active) need as many tokens in a step, but a "
@@ -58,90 +40,59 @@ class Scheduler:
             )
         self.step_tokens = step_tokens
         self.max_active = max_active
-        self._waiting: deque[int] = deque()
-        self._active: dict[int, _Active] = {}
-        self._turns: deque[int] = deque()
+        self.waiting: deque[Key] = deque()
+        self.unread: dict[Key, int] = {}
+        self.decodes: tuple[Key, ...] = ()
+        self._turns: deque[Key] = deque()
 
-    @property
-    def waiting(self) -> tuple[int, ...]:
-        """The requests that are yet to start, in their order."""
-        return tuple(self._waiting)
-
-    @property
-    def active(self) -> tuple[int, ...]:
-        """The requests that run, in the order in which they started."""
-        return tuple(self._active)
-
-    @property
-    def head(self) -> int | None:
-        """The request that starts next, None when none is waiting."""
-        return self._waiting[0] if self._waiting else None
-
-    @property
-    def reserved(self) -> int:
-        """Positions that the running requests may yet take."""
-        return sum(entry.reserved for entry in self._active.values())
-
-    def add(self, request: int) -> None:
+    def add(self, request: Key) -> None:
         """Put a request at the end of the queue."""
-        self._waiting.append(request)
+        self.waiting.append(request)
 
     def fits(self, need: int, free: int) -> bool:
-        """Whether a request of `need` positions can start when `free` are not taken."""
-        return len(self._active) < self.max_active and need <= free - self.reserved
+        """Whether a request of `need` positions can start when `free` are free and unreserved."""
+        return len(self.unread) < self.max_active and need <= free
 
-    def start(self, request: int, prefill: int, need: int) -> None:
-        """Start the first request of the queue: `prefill` tokens to read, `need` positions."""
-        if self.head != request:
-            raise ConfigError(f"request {request} is not the next; that is {self.head}")
-        self._waiting.popleft()
-        self._active[request] = _Active(prefill, need)
-        if prefill:
-            self._turns.append(request)
+    def start(self, request: Key, unread: int) -> None:
+        """Start the first request of the queue, with `unread` prompt tokens to read."""
+        if not self.waiting or self.waiting[0] != request:
+            head = self.waiting[0] if self.waiting else None
+            raise ConfigError(f"request {request} is not the next; that is {head}")
+        self.left(request, unread)
 
-    def plan(self) -> StepPlan:
-        """What the next step feeds. Changes nothing."""
-        decodes = tuple(number for number, entry in self._active.items() if not entry.prefill)
-        left = self.step_tokens - len(decodes)
+    def chunks(self) -> list[tuple[Key, int]]:
+        """The prompts that the next step reads on, and how many tokens of each."""
+        left = self.step_tokens - len(self.decodes)
         chunks = []
-        for number in self._turns:
+        for request in self._turns:
             if left <= 0:
                 break
-            tokens = min(left, self._active[number].prefill)
-            chunks.append(Chunk(number, tokens))
+            tokens = min(left, self.unread[request])
+            chunks.append((request, tokens))
             left -= tokens
-        return StepPlan(decodes, tuple(chunks))
+        return chunks
 
-    def fed(self, request: int, tokens: int) -> None:
-        """Record that `tokens` tokens of a running request were fed.
+    def left(self, request: Key, unread: int) -> None:
+        """Record how many prompt tokens of a running request are yet to be read.
 
-        A prompt that is not read to its end goes behind the others. Raises `CapacityError` for
-        more tokens than the request has reserved.
+        A prompt that is not read to its end goes behind the others.
         """
-        entry = self._active[request]
-        if tokens > entry.reserved:
-            raise CapacityError(
-                f"request {request} has {entry.reserved} positions left, and was fed {tokens}"
-            )
-        entry.reserved -= tokens
-        if entry.prefill:
-            entry.prefill -= tokens
-            self._turns.remove(request)
-            if entry.prefill:
-                self._turns.append(request)
+        self.unread[request] = unread
+        self._drop(request)
+        if unread:
+            self._turns.append(request)
+        self._sort()
 
-    def unread(self, request: int) -> int:
-        """Prompt tokens of a running request that are yet to be read."""
-        return self._active[request].prefill
+    def remove(self, request: Key) -> None:
+        """Forget a request, whether it runs or waits; nothing when it does neither."""
+        self.unread.pop(request, None)
+        self._drop(request)
+        self._sort()
 
-    def remove(self, request: int) -> None:
-        """Forget a request, whether it runs or waits."""
-        if self._active.pop(request, None) is None:
-            self._waiting.remove(request)
-        elif request in self._turns:
-            self._turns.remove(request)
+    def _drop(self, request: Key) -> None:
+        for queue in (self.waiting, self._turns):
+            if request in queue:
+                queue.remove(request)
 
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
+    def _sort(self) -> None:
+        self.decodes = tuple(request for request, unread in self.unread.items() if not unread)

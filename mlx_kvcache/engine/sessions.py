@@ -2,92 +2,115 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, runtime_checkable
+from weakref import WeakSet
 
-from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
-from mlx_kvcache.cache.cells import MLXCellCache
-from mlx_kvcache.control.factory import BATCHED, CELL
-from mlx_kvcache.engine.requests import Session
-from mlx_kvcache.engine.scheduler import Scheduler
-from mlx_kvcache.errors import CapacityError, ConfigError, SessionError
-from mlx_kvcache.facts.config import CacheConfig
-from mlx_kvcache.integrations.attention import Cache, FlatModel
-
-if TYPE_CHECKING:
-    from mlx_kvcache.engine.engine import Engine
+from mlx_kvcache.control.history import TokenHistory
+from mlx_kvcache.control.protocols import SharedControl, StepBackend
+from mlx_kvcache.control.registry import CacheSession
+from mlx_kvcache.engine.requests import Host, Session
+from mlx_kvcache.errors import FaceError, SessionError
 
 
-class SessionStore:
-    """Sessions over one cache, of which running requests have reserved a part."""
+@runtime_checkable
+class SharedCache(SharedControl, StepBackend, Protocol):
+    """A cache of many sequences over which a model runs in steps."""
 
-    cache: Cache
-    _scheduler: Scheduler
+
+def shared_cache(owner: CacheSession) -> SharedCache:
+    """The cache of a session of the registry, which is closed for another. Raises `FaceError`."""
+    cache = owner.cache
+    if not isinstance(cache, SharedCache):
+        owner.close()
+        raise FaceError(
+            f"an engine needs a cache that many sequences share, not a {type(cache).__name__}; "
+            'take the kind "cell" or "batched"'
+        )
+    return cache
+
+
+class Sequence:
+    """One sequence of a shared cache, as a history takes it."""
+
+    def __init__(self, cache: SharedCache, identity: int) -> None:
+        self._cache = cache
+        self._identity = identity
 
     @property
-    def cache_kind(self) -> str:
-        """The kind of cache: "cell" or "batched"."""
-        return CELL if isinstance(self.cache, MLXCellCache) else BATCHED
+    def length(self) -> int:
+        """Positions that every layer holds."""
+        unfinished = self._cache.unfinished.get(self._identity)
+        return self._cache.position(self._identity) if unfinished is None else unfinished
 
-    @property
-    def free(self) -> int:
-        """Positions that are neither taken nor reserved by a running request."""
-        return self.cache.free - self._scheduler.reserved
+    def rewind(self, position: int) -> None:
+        """Forget the positions from `position` on. Raises `RewindError`."""
+        self._cache.rewind(self._identity, position)
+
+
+class Sessions:
+    """Sessions over one cache, whose sequences are theirs alone. Holds none of them.
+
+    share_rows: whether a fork copies none.
+    """
+
+    def __init__(self, cache: SharedCache) -> None:
+        self.cache = cache
+        self.share_rows: bool = getattr(cache, "shares_rows", False)
+        self._live: WeakSet[Session] = WeakSet()
 
     @property
     def shared(self) -> int:
         """Positions that sessions hold without a cell of their own."""
-        if not isinstance(self.cache, MLXCellCache):
+        if not self.share_rows:
             return 0
-        cache = self.cache
-        return sum(cache.position(sequence) for sequence in cache.sequences) - cache.used
+        return sum(map(self.cache.position, self.cache.sequences)) - self.cache.used
 
-    def open(self) -> Session:
-        """Begin an empty session, to be continued by `submit` and ended by `close`."""
-        return self._adopt(self.cache.new(), [])
+    def new(self, host: Host) -> Session:
+        """An empty session."""
+        return self._adopt(host, self.cache.new(), [])
 
     def fork(self, session: Session, up_to: int | None = None) -> Session:
-        """Begin a session with the same tokens, up to a position; cells are shared, not copied.
+        """A session with the same tokens, up to a position. Raises what the cache raises."""
+        twin = self.cache.fork(self.sequence(session), up_to)
+        return self._adopt(session.host, twin, session.tokens[:up_to])
 
-        Raises `SessionError` (closed), `RewindError` (`up_to` beyond what is held or overwritten
-        by a ring), or `CapacityError`: a batched fork takes as many positions as it has, and
-        what running requests have reserved is not free.
-        """
-        sequence = self._sequence(session)
-        held = self.cache.position(sequence)
-        length = held if up_to is None else up_to
-        if not isinstance(self.cache, MLXCellCache) and held and length > self.free:
-            raise CapacityError(
-                f"a fork of {length} positions does not fit: {self.free} are neither taken nor "
-                "reserved; close sessions, or make the engine with a larger capacity"
-            )
-        twin = self.cache.fork(sequence, up_to)
-        return self._adopt(twin, session.tokens[:] if up_to is None else session.tokens[:up_to])
+    def forget(self, session: Session) -> None:
+        """Give back what a session holds; nothing, when it is closed."""
+        sequence, session.sequence = session.sequence, None
+        self._live.discard(session)
+        if sequence is not None:
+            self.cache.remove(sequence)
+
+    def forget_all(self) -> None:
+        """Give back what all sessions hold."""
+        for session in tuple(self._live):
+            self.forget(session)
+
+    def defragment(self) -> None:
+        """Where rows are shared, move them together: what no session holds is dropped."""
+        if self.share_rows:
+            self.cache.defragment()  # type: ignore[attr-defined]
+
+    def sweep(self) -> None:
+        """Remove the sequences of which no session is left: a verb was interrupted."""
+        held = {session.sequence for session in self._live}
+        for sequence in self.cache.sequences:
+            if sequence not in held:
+                self.cache.remove(sequence)
 
     def position(self, session: Session) -> int:
-        """Tokens of a session that the cache holds. Raises `SessionError` when it is closed."""
-        return self.cache.position(self._sequence(session))
+        """Positions that the cache holds of a session. Raises `SessionError`."""
+        return self.cache.position(self.sequence(session))
 
-    def _adopt(self, sequence: int, tokens: list[int]) -> Session:
-        return Session(cast("Engine", self), sequence, tokens)
-
-    def _forget(self, session: Session) -> None:
-        if session.sequence is not None:
-            self.cache.remove(session.sequence)
-            session.sequence = None
-
-    def _sequence(self, session: Session) -> int:
-        sequence = session.sequence
-        if session.engine is not self:
-            raise SessionError("the session belongs to another engine")
-        if sequence is None:
+    def sequence(self, session: Session) -> int:
+        """The sequence of a session. Raises `SessionError`."""
+        if session.sequence is None:
             raise SessionError("the session is closed; open or fork another")
-        return sequence
+        if session not in self._live:
+            raise SessionError("the session belongs to another engine")
+        return session.sequence
 
-
-def make_cache(model: FlatModel, config: CacheConfig, kind: str) -> Cache:
-    """An empty cache of one of the two kinds. Raises `ConfigError`, `GeometryError`."""
-    if kind == CELL:
-        return MLXCellCache(model.geometry, config)
-    if kind == BATCHED:
-        return MLXBatchedSequenceCache(model.geometry, config)
-    raise ConfigError(f"the kind of cache must be {CELL!r} or {BATCHED!r}, got {kind!r}")
+    def _adopt(self, host: Host, sequence: int, tokens: list[int]) -> Session:
+        session = Session(host, sequence, TokenHistory(Sequence(self.cache, sequence), tokens))
+        self._live.add(session)
+        return session

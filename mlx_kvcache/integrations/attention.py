@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,13 +20,12 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 
 from mlx_kvcache.cache.cells import MLXCellCache
-from mlx_kvcache.cache.shared import MLXSharedCache
+from mlx_kvcache.control.protocols import StepBackend
 from mlx_kvcache.errors import KVCacheError, UnsupportedModelError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
 
-Cache = MLXSharedCache[Any]
 ATTENTION = "scaled_dot_product_attention"
 #: What a model raises that makes something else of its cache than this protocol.
 _MODEL_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
@@ -39,8 +37,6 @@ _HALF_LOGITS_AGREE = 0.2
 
 _running: ContextVar[_Step | None] = ContextVar("mlx_kvcache_flat_step", default=None)
 _lock = threading.Lock()
-#: By module name: the module's own function, and how many steps have it replaced.
-_replaced: dict[str, tuple[Any, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,10 @@ class _Layer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """The same arrays, by which the attention call knows the layer."""
-        if self.index in self.step.rows:
+        step = self.step
+        if self.index in step.rows:
             raise UnsupportedModelError(f"cache layer {self.index} is updated twice in a step")
-        self.step.rows[self.index] = keys, values
+        step.rows[self.index] = keys, values
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -82,9 +79,9 @@ class _Layer:
 class _Step:
     """The arrays of one forward pass, until each layer is attended."""
 
-    def __init__(self, cache: Cache, positions: mx.array) -> None:
+    def __init__(self, cache: StepBackend) -> None:
         self.cache = cache
-        self.positions = positions
+        self.positions = cache.step_positions()
         self.rows: dict[int, tuple[mx.array, mx.array]] = {}
         self.attended: dict[int, int] = {}
         self.windows: dict[int, int] = {}
@@ -98,7 +95,14 @@ class _Step:
         mask: Any,
         sinks: mx.array | None,
     ) -> mx.array:
-        layer = self._layer_of(keys, values)
+        for layer in reversed(self.rows):
+            if self.rows[layer][0] is keys and self.rows[layer][1] is values:
+                break
+        else:
+            raise UnsupportedModelError(
+                "attention is called with other keys and values than a cache layer was updated "
+                "with (as in latent attention)"
+            )
         if isinstance(mask, _Mask):
             self.windows[layer] = mask.window
         elif mask is not None:
@@ -106,41 +110,14 @@ class _Step:
                 f"cache layer {layer} is attended with a mask or a bias that the model made itself"
             )
         queries = queries.transpose(2, 1, 0, 3)
-        if layer in self.attended:
+        calls = self.attended.get(layer, 0)
+        if calls:
             answer = self.cache.attend_again(layer, queries, scale, sinks)
         else:
             rows = (keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3))
             answer = self.cache.attend(layer, queries, *rows, scale, sinks)
-        self.attended[layer] = self.attended.get(layer, 0) + 1
+        self.attended[layer] = calls + 1
         return answer.transpose(2, 1, 0, 3)
-
-    def _layer_of(self, keys: mx.array, values: mx.array) -> int:
-        for layer in reversed(self.rows):
-            own = self.rows[layer]
-            if own[0] is keys and own[1] is values:
-                return layer
-        raise UnsupportedModelError(
-            "attention is called with other keys and values than a cache layer was updated with "
-            "(as in latent attention)"
-        )
-
-    def check_complete(self, layers: int) -> None:
-        """Raise `UnsupportedModelError` unless every layer was updated and attended."""
-        for layer in range(layers):
-            if layer not in self.rows:
-                raise UnsupportedModelError(f"cache layer {layer} was not updated")
-            if layer not in self.attended:
-                raise UnsupportedModelError(
-                    f"cache layer {layer} was updated but its attention went past {ATTENTION}"
-                )
-
-    def healthy(self) -> mx.array:
-        """bool [T]: whether the last layer's values of each token are finite.
-
-        A token with a value that is no number in any layer has one in every later layer too.
-        """
-        values = self.rows[next(reversed(self.rows))][1]
-        return mx.isfinite(values.astype(mx.float32).sum(axis=(1, 2, 3)))
 
 
 class FlatModel:
@@ -172,28 +149,35 @@ class FlatModel:
         if windows is not None:
             self.geometry = geometry.with_windows(windows)
 
-    def forward(self, cache: Cache, tokens: mx.array) -> tuple[mx.array, mx.array]:
+    def forward(self, cache: StepBackend, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """Run the declared step of a cache: logits [T, vocabulary], and which rows are finite [T].
 
-        Nothing is evaluated. Raises `UnsupportedModelError`, and what the cache raises.
+        A token with a value that is no number in any layer has one in every later layer too, so
+        the values of the last one show it. Nothing is evaluated. Raises `UnsupportedModelError`,
+        and what the cache raises.
         """
         step, logits = self._run(cache, tokens)
-        healthy = step.healthy()
+        values = step.rows[next(reversed(step.rows))][1]
         # The layers hold on to the step, which must not keep its rows alive.
         step.rows.clear()
-        return logits[:, -1, :], healthy
+        return logits[:, -1, :], mx.isfinite(values.astype(mx.float32).sum(axis=(1, 2, 3)))
 
-    def _run(self, cache: Cache, tokens: mx.array) -> tuple[_Step, mx.array]:
-        step = _Step(cache, cache.step_positions())
+    def _run(self, cache: StepBackend, tokens: mx.array) -> tuple[_Step, mx.array]:
+        step = _Step(cache)
         for layer in self._layers:
             layer.step = step
-        marker = _running.set(step)
         try:
-            with _attention_replaced(self._modules):
-                logits: mx.array = self.model(tokens[:, None], cache=self._entries)
+            _running.set(step)
+            _replace_attention(self._modules, self)
+            logits: mx.array = self.model(tokens[:, None], cache=self._entries)
         finally:
-            _running.reset(marker)
-        step.check_complete(len(self._layers))
+            _running.set(None)
+            _restore_attention(self._modules, self)
+        if len(step.attended) < len(self._layers):
+            others = sorted(set(range(len(self._layers))).difference(step.attended))
+            raise UnsupportedModelError(
+                f"cache layers {others} were not updated, or their attention went past {ATTENTION}"
+            )
         return step, logits
 
     def _probed(self, traced: TracedGeometry) -> tuple[CacheGeometry, int]:
@@ -270,26 +254,35 @@ def _attention_modules(model: Module) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if hasattr(sys.modules.get(name), ATTENTION)))
 
 
-@contextmanager
-def _attention_replaced(modules: Sequence[str]) -> Iterator[None]:
-    """Route the attention of these modules; in other threads they go on as before."""
+#: By module name, while a step runs: the module's own function, what stands in its place, and the
+#: models that need it.
+_replaced: dict[str, tuple[Any, Any, set[FlatModel]]] = {}
+
+
+def _replace_attention(modules: Sequence[str], model: FlatModel) -> None:
+    """Route the attention of these modules; in other threads they go on as before.
+
+    When this or its counterpart is interrupted, those of the model's next step put it right.
+    """
     with _lock:
         for name in modules:
-            original, count = _replaced.get(name, (None, 0))
-            if not count:
+            if name not in _replaced:
                 original = getattr(sys.modules[name], ATTENTION)
-                setattr(sys.modules[name], ATTENTION, _routed(original))
-            _replaced[name] = original, count + 1
-    try:
-        yield
-    finally:
-        with _lock:
-            for name in modules:
-                original, count = _replaced.pop(name)
-                if count > 1:
-                    _replaced[name] = original, count - 1
-                else:
+                _replaced[name] = original, _routed(original), set()
+            _, routed, models = _replaced[name]
+            models.add(model)
+            setattr(sys.modules[name], ATTENTION, routed)
+
+
+def _restore_attention(modules: Sequence[str], model: FlatModel) -> None:
+    with _lock:
+        for name in modules:
+            if name in _replaced:
+                original, _, models = _replaced[name]
+                models.discard(model)
+                if not models:
                     setattr(sys.modules[name], ATTENTION, original)
+                    del _replaced[name]
 
 
 def _routed(original: Any) -> Any:

@@ -81,6 +81,10 @@ class MLXLMLayer(SequenceLayer):
         """Chunked attention's call to drop old rows; a ring drops them by itself."""
 
 
+#: The attributes of the recurrent entries, in their order.
+RecurrentStates = tuple[dict[str, Any], ...]
+
+
 class PromptCache(list[Any]):
     """The list that mlx-lm takes, with the cache behind it as `sequence`.
 
@@ -98,32 +102,38 @@ class PromptCache(list[Any]):
             leaf for entry in self for leaf in leaves(entry) if not isinstance(leaf, SequenceLayer)
         ]
 
+    def recurrent_states(self) -> RecurrentStates:
+        """What the recurrent entries hold now; evaluates and copies nothing."""
+        # An item assignment changes an mlx array in place, so the answer has its own objects.
+        return tuple(copy.deepcopy([vars(entry) for entry in self.recurrent]))
+
+    def restore_recurrent(self, states: RecurrentStates) -> None:
+        """Put the recurrent entries alone back to what they held; the layers stay."""
+        for entry, state in zip(self.recurrent, copy.deepcopy(states), strict=True):
+            vars(entry).clear()
+            vars(entry).update(state)
+
     def snapshot(self) -> Snapshot[SequenceState]:
         """What the cache holds now, recurrent states included, to be put back by `restore`.
 
         Copies nothing until a write. Raises `PositionError` while a step is unfinished.
         """
         mx.eval([entry.state for entry in self.recurrent])
-        # An item assignment changes an mlx array in place, so the snapshot has its own objects.
-        states = copy.deepcopy([vars(entry) for entry in self.recurrent])
-        return replace(self.sequence.snapshot(), states=tuple(states))
+        return replace(self.sequence.snapshot(), states=self.recurrent_states())
 
     def restore(self, snapshot: Snapshot[SequenceState]) -> None:
         """Hold what this cache, or a fork of it, held when the snapshot was taken.
 
         Raises `SnapshotError`, and changes nothing, for a snapshot of another cache.
         """
-        entries = self.recurrent
-        states = getattr(snapshot, "states", ())
-        if len(states) != len(entries):
+        states, count = getattr(snapshot, "states", ()), len(self.recurrent)
+        if len(states) != count:
             raise SnapshotError(
                 f"the snapshot holds {len(states)} recurrent states and this cache has "
-                f"{len(entries)}; take it from a prompt cache of the same model"
+                f"{count}; take it from a prompt cache of the same model"
             )
         self.sequence.restore(snapshot)
-        for entry, state in zip(entries, copy.deepcopy(states), strict=True):
-            vars(entry).clear()
-            vars(entry).update(state)
+        self.restore_recurrent(states)
 
     def fork(self, up_to: int | None = None) -> PromptCache:
         """A cache that holds the same, up to a position, and goes its own way.

@@ -14,7 +14,7 @@ FAMILIES = ("jamba", "falcon_h1", "lfm2", "granitemoehybrid", "nemotron_h", "pla
 @pytest.mark.parametrize("family", FAMILIES)
 def test_undo_fork_and_interrupt(begin, family):
     conversation = begin(family, None, spare=16, prefill_step=7)
-    assert conversation.cached.states.exist
+    assert conversation.cached.states
     say(conversation, words(*range(20, 40)))
     first = say(conversation, words(5))
     conversation.undo()

@@ -22,7 +22,7 @@ def snapshot(conversation):
         cached.sequence.length,
         cached.sequence.rewind_floor,
         [layer.offset for layer in cached.sequence.layers],
-        cached.states.positions,
+        tuple(cached.states),
     )
 
 
@@ -219,11 +219,11 @@ def test_recurrent_layers_go_back_to_turn_starts_only(begin):
 
 
 def test_recurrent_states_of_old_turns_are_let_go(begin, monkeypatch):
-    monkeypatch.setattr("mlx_kvcache.chat.recurrent_states.MAX_KEPT", 2)
+    monkeypatch.setattr("mlx_kvcache.chat.token_cache.MAX_KEPT", 2)
     conversation = begin("qwen3_next")
     for number in range(5):
         say(conversation, words(10 + number))
-    assert len(conversation.cached.states.positions) <= 2 + 1 + 2
+    assert len(conversation.cached.states) <= 2 + 1 + 2
     conversation.undo()
     conversation.undo()
     check_cache(conversation)

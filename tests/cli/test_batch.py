@@ -188,14 +188,14 @@ def test_an_interrupt_keeps_what_was_finished(run, llama, tmp_path, monkeypatch,
         json.dumps({"prompt": words(*prompt), "max_tokens": count})
         for prompt, count in zip(PROMPTS, (60, 2, 60, 3), strict=True)
     )
-    step, steps = Engine.step, iter(range(1000))
+    advance, steps = Engine._advance, iter(range(1000))
 
     def interrupted(engine):
         if next(steps) == 12:
             raise KeyboardInterrupt
-        return step(engine)
+        return advance(engine)
 
-    monkeypatch.setattr(Engine, "step", interrupted)
+    monkeypatch.setattr(Engine, "_advance", interrupted)
     output = tmp_path / "results.jsonl"
     options = ("--output", output) if to_file else ()
     result = run("batch", "-m", llama, *options, stdin=stdin)

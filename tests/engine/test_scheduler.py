@@ -6,69 +6,65 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_kvcache.engine import Scheduler
-from mlx_kvcache.engine.scheduler import Chunk
-from mlx_kvcache.errors import CapacityError, ConfigError
+from mlx_kvcache.engine.scheduler import Scheduler
+from mlx_kvcache.errors import ConfigError
 
 
-def started(scheduler: Scheduler, *requests: tuple[int, int, int]) -> None:
-    for number, prefill, need in requests:
+def started(scheduler: Scheduler[int], *requests: tuple[int, int]) -> None:
+    for number, unread in requests:
         scheduler.add(number)
-        scheduler.start(number, prefill, need)
+        scheduler.start(number, unread)
 
 
 def test_decodes_come_first_and_prompts_share_the_rest():
-    scheduler = Scheduler(step_tokens=10, max_active=4)
-    started(scheduler, (0, 0, 5), (1, 30, 40), (2, 3, 9), (3, 0, 5))
-    plan = scheduler.plan()
-    assert plan.decodes == (0, 3)
-    assert plan.chunks == (Chunk(1, 8),)
-    scheduler.fed(1, 8)
-    plan = scheduler.plan()
+    scheduler = Scheduler[int](step_tokens=10, max_active=4)
+    started(scheduler, (0, 0), (1, 30), (2, 3), (3, 0))
+    assert scheduler.decodes == (0, 3)
+    assert scheduler.chunks() == [(1, 8)]
+    scheduler.left(1, 22)
     # The long prompt has had its turn.
-    assert plan.chunks == (Chunk(2, 3), Chunk(1, 5))
-    assert plan.tokens == 10
-    scheduler.fed(2, 3)
-    assert scheduler.plan().decodes == (0, 2, 3)
+    assert scheduler.chunks() == [(2, 3), (1, 5)]
+    scheduler.left(2, 0)
+    assert scheduler.decodes == (0, 2, 3)
+    assert scheduler.chunks() == [(1, 7)]
 
 
 def test_a_request_starts_when_its_whole_need_is_free():
-    scheduler = Scheduler(8, 2)
+    scheduler = Scheduler[int](8, 2)
     scheduler.add(7)
     assert scheduler.fits(20, free=20)
     assert not scheduler.fits(21, free=20)
-    scheduler.start(7, 4, 12)
-    assert scheduler.reserved == 12
-    assert scheduler.fits(8, free=20)
-    assert not scheduler.fits(9, free=20)
-    scheduler.fed(7, 4)
-    # What was fed is no longer free, nor reserved.
-    assert scheduler.reserved == 8
-    assert not scheduler.fits(9, free=16)
-    scheduler.remove(7)
-    assert scheduler.reserved == 0
+
+
+def test_what_was_interrupted_may_be_called_again():
+    scheduler = Scheduler[int](8, 2)
+    started(scheduler, (0, 4))
+    scheduler.add(1)
+    # What `start` does first, and no more.
+    scheduler.unread[1] = 3
+    scheduler.start(1, 3)
+    scheduler.left(1, 3)
+    assert (list(scheduler.waiting), scheduler.chunks()) == ([], [(0, 4), (1, 3)])
+    scheduler.left(0, 0)
+    scheduler.left(0, 0)
+    assert (scheduler.decodes, scheduler.chunks()) == ((0,), [(1, 3)])
+    scheduler.remove(0)
+    scheduler.remove(0)
+    assert (scheduler.decodes, scheduler.unread) == ((), {1: 3})
 
 
 def test_the_queue_is_first_come_first_served_and_can_be_left():
-    scheduler = Scheduler(8, 1)
+    scheduler = Scheduler[int](8, 1)
     for number in range(3):
         scheduler.add(number)
     with pytest.raises(ConfigError, match="not the next"):
-        scheduler.start(1, 1, 1)
+        scheduler.start(1, 1)
     scheduler.remove(1)
-    scheduler.start(0, 1, 1)
-    assert scheduler.waiting == (2,)
+    scheduler.start(0, 1)
+    assert list(scheduler.waiting) == [2]
     assert not scheduler.fits(1, free=100), "one request at once"
     scheduler.remove(0)
     assert scheduler.fits(1, free=100)
-
-
-def test_more_than_was_reserved_is_refused():
-    scheduler = Scheduler(8, 1)
-    started(scheduler, (0, 4, 4))
-    with pytest.raises(CapacityError):
-        scheduler.fed(0, 5)
-    assert scheduler.plan().chunks == (Chunk(0, 4),)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +84,7 @@ def test_impossible_limits_are_refused(step_tokens, max_active):
 )
 def test_every_request_is_served_within_the_limits(requests, max_active, spare_tokens, spare):
     """A simulation: `spare` cells more than the largest request needs, so that all must wait."""
-    scheduler = Scheduler(max_active + spare_tokens, max_active)
+    scheduler = Scheduler[int](max_active + spare_tokens, max_active)
     needs = [prompt + answer for prompt, answer in requests]
     capacity = max(needs) + spare
     used: dict[int, int] = {}
@@ -97,30 +93,31 @@ def test_every_request_is_served_within_the_limits(requests, max_active, spare_t
     for number in range(len(requests)):
         scheduler.add(number)
     for _ in range(10_000):
-        while (head := scheduler.head) is not None and scheduler.fits(
-            needs[head], capacity - sum(used.values())
+        # What runs has its whole need reserved.
+        while scheduler.waiting and scheduler.fits(
+            needs[head := scheduler.waiting[0]], capacity - sum(map(needs.__getitem__, used))
         ):
-            scheduler.start(head, requests[head][0], needs[head])
+            scheduler.start(head, requests[head][0])
             used[head] = 0
             order.append(head)
-        plan = scheduler.plan()
-        if not plan.tokens:
+        decodes, chunks = scheduler.decodes, scheduler.chunks()
+        if not decodes and not chunks:
             break
-        assert plan.tokens <= scheduler.step_tokens
-        assert len(plan.decodes) <= max_active
-        assert len({chunk.request for chunk in plan.chunks} | set(plan.decodes)) == len(
-            plan.chunks
-        ) + len(plan.decodes)
-        for number, tokens in (*plan.chunks, *((number, 1) for number in plan.decodes)):
-            scheduler.fed(number, tokens)
+        assert len(decodes) + sum(tokens for _, tokens in chunks) <= scheduler.step_tokens
+        assert len(decodes) <= max_active
+        assert len({number for number, _ in chunks} | set(decodes)) == len(chunks) + len(decodes)
+        for number, tokens in chunks:
+            scheduler.left(number, scheduler.unread[number] - tokens)
+        for number, tokens in (*chunks, *((number, 1) for number in decodes)):
             used[number] += tokens
-        assert sum(used.values()) + scheduler.reserved <= capacity
-        for number in plan.decodes:
+            assert used[number] <= needs[number]
+        assert sum(used.values()) <= capacity
+        for number in decodes:
             answered[number] += 1
             if answered[number] == requests[number][1]:
                 scheduler.remove(number)
-                del used[number]
+                assert used.pop(number) == needs[number]
     assert answered == [answer for _, answer in requests]
     assert order == sorted(order)
-    assert not scheduler.active
+    assert not scheduler.unread
     assert not scheduler.waiting

@@ -6,8 +6,10 @@ import pytest
 
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import (
+    CacheKindError,
     CapacityError,
     ConfigError,
+    FaceError,
     KVCacheError,
     RewindError,
     SessionError,
@@ -212,6 +214,10 @@ def test_what_cannot_be_is_refused_and_changes_nothing(kind):
     for session, error in ((closed, SessionError), (other, SessionError)):
         with pytest.raises(error):
             engine.fork(session)
+    with pytest.raises(SessionError):
+        engine.cancel(other.submit([1], max_tokens=1))
+    with pytest.raises(RewindError):
+        engine.fork(idle, up_to=1)
     assert snapshot(engine) == before
     accepted = engine.submit(**good)
     run(engine)
@@ -265,7 +271,8 @@ def test_a_closed_parent_fails_its_children_alone():
 @pytest.mark.parametrize(
     ("choices", "error"),
     [
-        ({"kind": "paged"}, ConfigError),
+        ({"kind": "paged"}, CacheKindError),
+        ({"kind": "sequence"}, FaceError),
         ({"capacity": 0}, ConfigError),
         ({"max_active": 0}, ConfigError),
         ({"step_tokens": 3, "max_active": 4}, ConfigError),

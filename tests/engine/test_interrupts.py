@@ -1,0 +1,183 @@
+"""An interruption at any line of the engine costs a repetition: same tokens, same events."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import mlx_kvcache.engine
+from mlx_kvcache.engine import Engine, Event
+from mlx_kvcache.engine.admission import Admission
+from mlx_kvcache.errors import RewindError
+from mlx_kvcache.integrations.attention import ATTENTION, FlatModel
+from mlx_kvcache.integrations.sampling import Sampling
+from tests.support.engine_runs import KINDS, alone, prompts_of, tiny
+
+PACKAGE = Path(mlx_kvcache.engine.__file__).parents[1]
+FILES = {str(path) for path in (PACKAGE / "engine").glob("*.py")}
+FILES.add(str(PACKAGE / "integrations" / "attention.py"))
+COUNT = 6
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt the `hit`-th time that a line of the engine is reached."""
+
+    def __init__(self, hit: int) -> None:
+        self.hit = hit
+        self.reached: Counter[tuple[str, int]] = Counter()
+        self.interrupts = 0
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """What `function` answers once it is not interrupted any more."""
+        while True:
+            sys.settrace(self._trace)
+            try:
+                return function()
+            except KeyboardInterrupt:
+                self.interrupts += 1
+            finally:
+                sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            line = frame.f_code.co_filename, frame.f_lineno
+            self.reached[line] += 1
+            if self.reached[line] == self.hit:
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def asked(engine: Engine) -> list[Any]:
+    """Every kind of request at once: of its own, sampled, of a session, and of its forks."""
+    first, second, third = prompts_of("llama", (9, 14, 5))
+    parent = engine.open()
+    return [
+        parent.submit(first, max_tokens=0),
+        engine.submit(second, max_tokens=COUNT),
+        engine.submit(third, max_tokens=COUNT, sampling=Sampling(temp=1.0, seed=4)),
+        engine.submit(third, max_tokens=COUNT, parent=parent),
+        engine.submit(second, max_tokens=COUNT, parent=parent),
+        engine.submit([95], max_tokens=COUNT, sampler=lambda _: 1 / 0),
+        engine.submit([7], max_tokens=COUNT),
+    ]
+
+
+def told(requests: list[Any], events: list[Event]) -> dict[int, list[Any]]:
+    """The events of each request by its place."""
+    place = {id(request): index for index, request in enumerate(requests)}
+    answer: dict[int, list[Any]] = {index: [] for index in place.values()}
+    for event in events:
+        answer[place[id(event.request)]].append(event[1:])
+    return answer
+
+
+def engine_of(kind: str) -> Engine:
+    return Engine(tiny("llama"), 110, kind, step_tokens=8, max_active=4, spare=16)
+
+
+@pytest.mark.parametrize("hit", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_at_every_line(kind, hit):
+    quiet = engine_of(kind)
+    expected_requests = asked(quiet)
+    expected = told(expected_requests, list(quiet.run()))
+    engine = engine_of(kind)
+    requests = asked(engine)
+    interrupter = Interrupter(hit)
+    events: list[Event] = []
+    interrupter.call(lambda: drained(engine, events))
+    assert interrupter.interrupts > 100
+    assert told(requests, events) == expected
+    assert [each.tokens for each in requests] == [each.tokens for each in expected_requests]
+    assert [each.session and each.session.tokens for each in requests] == [
+        each.session and each.session.tokens for each in expected_requests
+    ]
+    assert engine.cache.used == 9
+    assert len(engine.cache.sequences) == 1
+    assert not engine.cache.unfinished
+    module = sys.modules[type(tiny("llama")).__module__]
+    assert getattr(module, ATTENTION).__module__ != FlatModel.__module__
+
+
+def drained(engine: Engine, events: list[Event]) -> None:
+    for event in engine.run():
+        events.append(event)
+
+
+def test_without_mending_tokens_are_lost_or_doubled(monkeypatch):
+    """What the test above would show if an interrupted step were just followed by the next."""
+    quiet = engine_of("cell")
+    expected = told(requests := asked(quiet), list(quiet.run()))
+    monkeypatch.setattr(Engine, "_mend", lambda _: None)
+    engine = engine_of("cell")
+    requests = asked(engine)
+    events: list[Event] = []
+    try:
+        Interrupter(2).call(lambda: drained(engine, events))
+    except Exception:
+        return
+    assert told(requests, events) != expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_start_feeds_the_prompt_once(monkeypatch, kind):
+    prompts = prompts_of("llama", (9, 14))
+    engine = Engine(tiny("llama"), 100, kind)
+    session = engine.open()
+    start = Admission.start
+
+    def interrupted(self, request):
+        start(self, request)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    answers = []
+    for prompt in prompts:
+        monkeypatch.setattr(Admission, "start", interrupted)
+        request = session.submit(prompt, max_tokens=COUNT)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        answers.append(list(request.stream()))
+    assert session.tokens == [*prompts[0], *answers[0], *prompts[1], *answers[1]]
+    assert answers[1] == alone(tiny("llama"), [*prompts[0], *answers[0], *prompts[1]], COUNT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_is_read_again_where_a_ring_cannot_go_back(monkeypatch, kind):
+    """A step of 8 tokens is interrupted on rings that can go back by one."""
+    prompt = prompts_of("gemma3_text", (60,))[0]
+    engine = Engine(tiny("gemma3_text"), 200, kind, step_tokens=8, max_active=2, spare=1)
+    session = engine.open()
+    request = session.submit(prompt, max_tokens=COUNT)
+    for _ in range(5):
+        engine.step()
+    run, cache_type = FlatModel.forward, type(engine.cache)
+
+    def interrupted(self, cache, tokens):
+        attend = cache_type.attend
+
+        def attend_first(cache, layer, *arguments, **choices):
+            if layer:
+                raise KeyboardInterrupt
+            return attend(cache, layer, *arguments, **choices)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_type, "attend", attend_first)
+            return run(self, cache, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatModel, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    if kind == "batched":
+        with pytest.raises(RewindError):
+            engine.cache.rewind(session.sequence, 39)
+    assert list(request.stream()) == alone(tiny("gemma3_text"), prompt, COUNT)
