@@ -293,6 +293,7 @@ def test_the_turn_end_of_the_template_stops_all_commands(run, tmp_path, chatty):
     assert raw["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "said"),
     [
