@@ -14,7 +14,7 @@ from mlx_kvcache.errors import ConfigError, PositionError
 from mlx_kvcache.layout.ring import RingLayout
 from mlx_kvcache.layout.runs import Run, grown_rows, wrap
 from mlx_kvcache.layout.sequence import SequenceLayout
-from mlx_kvcache.store.rows import KeysValues, Placement
+from mlx_kvcache.store.rows import Placement, RowView
 
 #: No step has this position.
 NO_POSITION = -1
@@ -100,7 +100,7 @@ class PolicySteps:
         self.rows = self._allocated_rows(min(initial_rows, self._row_limit))
         self.running = NO_STEP
         # Rows answered by a step larger than the ring, by layer: for layers that are read again.
-        self.joined: dict[int, KeysValues] = {}
+        self.joined: dict[int, RowView] = {}
         # Made from numbers of the host, so that they belong to no stream and to no thread.
         self._templates: dict[int, NDArray[np.bool_]] = {}
         self._slot_masks: dict[tuple[int, int], mx.array] = {}
@@ -160,10 +160,11 @@ class PolicySteps:
 
         Commits it. Raises `PositionError` or `CapacityError`, and then changes nothing.
         """
-        if not self._array_start or self._behind:
+        if self._behind:
             return False
         end = position + 1
         window = self.window
+        start: int | mx.array | None
         if window and end > window:
             if (
                 self._mask_position != position
@@ -174,7 +175,7 @@ class PolicySteps:
             self._sequence.begin(position, 1)
             stop = 0
             slot = position % self.ring_size
-            start = self._slot_starts.get(slot)
+            start = self._slot_starts.get(slot) if self._array_start else slot
             if start is None:
                 start = self._slot_starts[slot] = mx.array([slot])
         else:
@@ -182,7 +183,9 @@ class PolicySteps:
                 return False
             self._sequence.begin(position, 1)
             stop = end if end < self.rows else 0
-            start = mx.array([position])
+            start = mx.array([position]) if self._array_start else position
+            if self._masks and self._mask_position != position:
+                self._forget_masks(NO_POSITION)
         if self.joined:
             self.joined.clear()
         self.running = Step(position, end, start, stop, position, 1)

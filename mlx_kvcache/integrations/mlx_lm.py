@@ -18,7 +18,7 @@ from mlx_lm.models.cache import CacheList
 from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
 from mlx_kvcache.cache.snapshot import Snapshot
-from mlx_kvcache.errors import GeometryError, SnapshotError
+from mlx_kvcache.errors import GeometryError, RewindError, SnapshotError
 from mlx_kvcache.facts.config import (
     DEFAULT_INITIAL_CAPACITY,
     DEFAULT_SPARE,
@@ -69,7 +69,7 @@ class MLXLMLayer(SequenceLayer):
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None, int]:
         """The arrays that are alive in this layer, and its offset: what mlx-lm evaluates."""
-        return self.store.keys, self.store.values, self.offset
+        return self.keys, self.values, self.offset
 
     @property
     def start_position(self) -> int:
@@ -101,6 +101,27 @@ class PromptCache(list[Any]):
         return [
             leaf for entry in self for leaf in leaves(entry) if not isinstance(leaf, SequenceLayer)
         ]
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        return self.sequence.length
+
+    def rewind(self, position: int) -> None:
+        """Forget every position from `position` on, in all layers.
+
+        Raises `RewindError`, and changes nothing, where the layers cannot go back that far:
+        recurrent ones cannot at all, other than by `restore`.
+        """
+        self._check_rewind(position)
+        self.sequence.rewind(position)
+
+    def _check_rewind(self, position: int) -> None:
+        if position != self.length and self.recurrent:
+            raise RewindError(
+                f"cannot rewind from {self.length} to {position}: the model has recurrent layers, "
+                "whose state holds no positions; restore a snapshot that was taken there"
+            )
 
     def recurrent_states(self) -> RecurrentStates:
         """What the recurrent entries hold now; evaluates and copies nothing."""
@@ -139,8 +160,11 @@ class PromptCache(list[Any]):
         """A cache that holds the same, up to a position, and goes its own way.
 
         The rows are copied when either of the two is written. Raises `PositionError` while a
-        step is unfinished, and what the rewind of `sequence` raises.
+        step is unfinished, and what `rewind` raises.
         """
+        if up_to is not None:
+            self._check_rewind(up_to)
+        mx.eval([entry.state for entry in self.recurrent])
         sequence = self.sequence.fork(up_to)
         pairs = zip(self.sequence.layers, sequence.layers, strict=True)
         twins = {id(layer): twin for layer, twin in pairs}
