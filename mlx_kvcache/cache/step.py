@@ -76,6 +76,7 @@ class PolicySteps:
         "_slot_order",
         "_slot_starts",
         "_templates",
+        "_whole_from",
         "joined",
         "ring_size",
         "rows",
@@ -93,6 +94,7 @@ class PolicySteps:
         self._ring = layout if isinstance(layout, RingLayout) else None
         self.window = self._ring.window if self._ring else 0
         self.ring_size = self._ring.size if self._ring else 0
+        self._whole_from = self._ring.read_whole_from if self._ring else 0
         self._row_limit = self.ring_size or sequence.capacity
         # The layers that have rows, and those that are yet to grow to `rows`.
         self._allocated: set[int] = set()
@@ -134,7 +136,7 @@ class PolicySteps:
             and not running.slot_order
         ):
             return self._logical_mask(position, tokens, window, as_array)
-        if tokens == 1 and own and position >= own and window >= 0:
+        if tokens == 1 and own and position >= self._whole_from and window >= 0:
             if position != self._mask_position:
                 self._forget_masks(position)
             self._slot_order.add(1)
@@ -167,7 +169,8 @@ class PolicySteps:
         start: int | mx.array | None
         if window and end > window:
             if (
-                self._mask_position != position
+                position < self._whole_from
+                or self._mask_position != position
                 or 1 not in self._slot_order
                 or self.rows < self.ring_size
             ):

@@ -7,13 +7,15 @@ no keys and values (SSM, linear attention, convolution) stay mlx-lm's own state 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import CacheList, trim_prompt_cache
 
 from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
@@ -28,6 +30,10 @@ from mlx_kvcache.facts.config import (
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.integrations.tracing import leaves, trace_geometry
 
+#: Between `trim_prompt_cache` and a layer stand `can_trim_prompt_cache`, a generator, and both of
+#: these again in a `CacheList`.
+_FRAMES_TO_TRIM = 6
+
 
 class MLXLMLayer(SequenceLayer):
     """A cache layer under mlx-lm's names.
@@ -39,12 +45,18 @@ class MLXLMLayer(SequenceLayer):
     __slots__ = ()
 
     def is_trimmable(self) -> bool:
-        """Whether every earlier position can be reached: no ring has overwritten anything.
+        """Whether what the caller is about to trim can be trimmed.
 
-        mlx-lm asks without saying how far it will trim, and some callers then trim any number
-        of tokens. `trim` itself goes as far as the spare rows of the rings allow.
+        mlx-lm puts two questions by this name. Within its `trim_prompt_cache(cache, n)`, which
+        trims nothing after a no, and says nothing either, it is about these n tokens: yes, or
+        `RewindError`. Everybody else (its prompt cache) may then trim any number: yes only where
+        no ring has overwritten anything.
         """
-        return self._sequence.rewind_floor == 0
+        count = _tokens_to_trim()
+        if count is None:
+            return self._sequence.rewind_floor == 0
+        self._sequence.check_rewind(max(0, self.offset - count))
+        return True
 
     def trim(self, n: int) -> int:
         """Forget the newest `n` tokens of this layer (at most all) and answer how many.
@@ -79,6 +91,22 @@ class MLXLMLayer(SequenceLayer):
 
     def maybe_trim_front(self) -> None:
         """Chunked attention's call to drop old rows; a ring drops them by itself."""
+
+
+def _tokens_to_trim() -> int | None:
+    """The n of the `trim_prompt_cache(cache, n)` that is asking, None when none is.
+
+    mlx-lm hands it to no one before it trims, so it is read off the call itself.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_FRAMES_TO_TRIM):
+        if frame is None:
+            break
+        if frame.f_code is trim_prompt_cache.__code__:
+            count: int = frame.f_locals["num_tokens"]
+            return count
+        frame = frame.f_back
+    return None
 
 
 #: The attributes of the recurrent entries, in their order.
