@@ -15,7 +15,6 @@ from mlx_kvcache.cache.arguments import (
 )
 from mlx_kvcache.cache.attend import attend_view
 from mlx_kvcache.cache.layer import LayerState, SequenceLayer
-from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.errors import CapacityError, LayerIndexError, PositionError, UpdateShapeError
@@ -171,32 +170,6 @@ class MLXSequenceCache:
                 f"written; continue at {target.offset}, or rewind the cache first"
             )
         return attend_view(queries, view, mask, options)
-
-    def update_and_fetch(
-        self, layer: int, keys: mx.array, values: mx.array, position: int | None = None
-    ) -> tuple[mx.array, mx.array]:
-        """Append new rows to one layer and answer the rows that its queries may see.
-
-        keys [B, H, T, key_dim], values [B, H, T, value_dim]. `position`, when given, must be
-        where the layer stands. Raises a typed error, and changes nothing, when the layer, the
-        shapes, the dtype or the position do not fit, or the capacity would be exceeded.
-        """
-        cache_layer = self.layer(layer)
-        if position is not None and position != cache_layer.offset:
-            raise PositionError(
-                f"position {position!r} does not continue cache layer {layer}, whose next "
-                f"position is {cache_layer.offset}; rewind first, or leave the position out"
-            )
-        return cache_layer.update_and_fetch(keys, values)
-
-    def make_mask(
-        self, layer: int, count: int, window: int | None = None, return_array: bool = False
-    ) -> Mask:
-        """The mask of the next `count` tokens for one layer; ask before `update_and_fetch`.
-
-        None, "causal" or a bool array [T, S]. Layers of one policy may share it.
-        """
-        return self.layer(layer).make_mask(count, return_array, window)
 
     def can_extend(self, count: int = 1) -> bool:
         """Whether `count` more positions fit into the capacity."""

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from mlx_kvcache.layout.runs import StepPlan, wrap
 
+#: Spare rows that are worth no growth of their own, whatever the window.
+FEW_ROWS = 512
+
 
 @dataclass(frozen=True)
 class RingLayout:
@@ -30,7 +33,7 @@ class RingLayout:
         Few spare rows are read along with the window as soon as it is full; many are not
         allocated before the ring wraps.
         """
-        return self.window if self.spare <= self.window else self.size
+        return self.window if self.spare <= max(self.window, FEW_ROWS) else self.size
 
     def whole(self, rows: int) -> int:
         """`rows`, or the whole ring where they hold the window already and few are left to add.
