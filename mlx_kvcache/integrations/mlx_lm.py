@@ -18,6 +18,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, trim_prompt_cache
 
 from mlx_kvcache.cache.layer import SequenceLayer
+from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
 from mlx_kvcache.cache.snapshot import Snapshot
 from mlx_kvcache.errors import GeometryError, RewindError, SnapshotError
@@ -91,6 +92,22 @@ class MLXLMLayer(SequenceLayer):
 
     def maybe_trim_front(self) -> None:
         """Chunked attention's call to drop old rows; a ring drops them by itself."""
+
+
+class RewindowedLayer(MLXLMLayer):
+    """A layer whose window is not the model's: what it keeps is what is attended."""
+
+    __slots__ = ()
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 (mlx-lm passes it by this name)
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Mask:
+        """The mask for the next N tokens, whatever window the model names."""
+        del window_size
+        return super().make_mask(N, return_array)
 
 
 def _tokens_to_trim() -> int | None:
@@ -217,9 +234,9 @@ def make_prompt_cache(
 ) -> PromptCache:
     """A prompt cache for an mlx-lm model, to be passed as `prompt_cache=` or `cache=`.
 
-    capacity: the most positions it will hold (None: as many as MLX can index). windows: overrides
-    the model's windows, one for each cache layer or a single one for all, 0 = flat. The others
-    are the fields of `CacheConfig`.
+    capacity: the most positions it will hold (None: as many as MLX can index). windows: what is
+    kept and attended instead of the model's windows, one for each cache layer or a single one for
+    the sliding ones, 0 = everything. The others are the fields of `CacheConfig`.
 
     What the model caches is read off one lazy forward pass, of which nothing is evaluated.
     Raises `GeometryError` or `ConfigError`.
@@ -235,7 +252,8 @@ def make_prompt_cache(
         spare=spare,
         max_write=max_write,
     )
-    sequence = MLXSequenceCache(geometry, config, MLXLMLayer)
+    layer_class = MLXLMLayer if windows is None else RewindowedLayer
+    sequence = MLXSequenceCache(geometry, config, layer_class)
     return PromptCache(traced.with_layers(sequence.layers), sequence)
 
 

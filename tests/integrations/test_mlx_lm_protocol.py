@@ -285,10 +285,14 @@ def test_two_caches_of_one_model_share_nothing() -> None:
     np.testing.assert_allclose(last_logits(model, tokens, make_prompt_cache(model)), cold, atol=0)
 
 
-def test_windows_narrow_every_layer() -> None:
+def test_a_single_window_is_that_of_the_sliding_layers() -> None:
     model = tiny("gemma3_text")
     cache = make_prompt_cache(model, windows=[4])
-    assert set(cache.sequence.geometry.windows) == {4}
+    assert set(cache.sequence.geometry.windows) == {0, 4}
+    own = make_prompt_cache(model).sequence.geometry.windows
+    assert [bool(window) for window in cache.sequence.geometry.windows] == [bool(w) for w in own]
+    with pytest.raises(GeometryError, match="has none"):
+        make_prompt_cache(tiny("qwen3"), windows=[4])
     tokens = random_tokens(model, 30, seed=3)
     by_steps = logits_in_chunks(model, tokens, cache, [1] * 30)
     whole = logits_in_chunks(model, tokens, make_prompt_cache(model, windows=[4]), [30])
@@ -297,19 +301,22 @@ def test_windows_narrow_every_layer() -> None:
     assert np.abs(np.array(whole - wide)).max() > 1e-2
 
 
-def test_flat_windows_leave_the_models_own_masks_in_force() -> None:
+def test_a_window_of_0_attends_to_everything() -> None:
     model = tiny("gemma3_text")
     tokens = random_tokens(model, 30, seed=3)
     flat = make_prompt_cache(model, windows=[0])
-    narrow = make_prompt_cache(model)
+    assert set(flat.sequence.geometry.windows) == {0}
+    own = make_prompt_cache(model).sequence.geometry.windows
+    wide = make_prompt_cache(model, windows=[window and 100 for window in own])
+    narrow = logits_in_chunks(model, tokens, make_prompt_cache(model), [30])
     for chunks in ([30], [7, 7, 7, 7, 2], [1] * 30):
         flat.sequence.clear()
-        narrow.sequence.clear()
+        wide.sequence.clear()
+        whole = np.array(logits_in_chunks(model, tokens, flat, chunks))
         np.testing.assert_allclose(
-            np.array(logits_in_chunks(model, tokens, flat, chunks)),
-            np.array(logits_in_chunks(model, tokens, narrow, chunks)),
-            atol=1e-4,
+            whole, np.array(logits_in_chunks(model, tokens, wide, chunks)), atol=1e-4
         )
+        assert np.abs(whole - np.array(narrow)).max() > 1e-2
 
 
 def test_windows_must_agree_where_the_model_shares_a_mask() -> None:
