@@ -219,7 +219,7 @@ class PolicySteps:
             0,
             position,
             tokens,
-            Placement(plan.write, starts),
+            Placement(plan.write, starts, after_read=plan.joined),
             (Run(0, self.rows),) if slot_order and not plan.joined else plan.read,
             plan.joined,
             slot_order,

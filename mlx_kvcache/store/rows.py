@@ -26,12 +26,14 @@ class Placement(NamedTuple):
 
     runs: contiguous rows, in the order of the tokens. When they hold fewer rows than the step has
     tokens, the leading tokens are left out. starts: the starts of the runs, in the form in which
-    they are to be written. cells: int32 [T], single rows in place of the runs.
+    they are to be written. cells: int32 [T], single rows in place of the runs. after_read: whether
+    the rows were just read for the same step, so that MLX would copy them all before the write.
     """
 
     runs: tuple[Run, ...]
     starts: tuple[int | mx.array, ...]
     cells: mx.array | None = None
+    after_read: bool = False
 
 
 class RowView(NamedTuple):
@@ -222,9 +224,13 @@ def _with_rows(array: mx.array, rows: int) -> mx.array:
 
 
 def _written(buffer: mx.array, placement: Placement, rows: mx.array) -> mx.array:
-    runs, starts, cells = placement
+    runs, starts, cells, after_read = placement
     if cells is not None:
         return cell_scatter(buffer, rows.astype(buffer.dtype), cells)
+    if after_read or _wraps(runs, buffer.shape[2]):
+        skipped = rows.shape[2] - sum(run.length for run in runs)
+        rows = rows[:, :, skipped:] if skipped else rows
+        return ring_write(buffer, rows.astype(buffer.dtype), runs[0].start, shared=after_read)
     if len(runs) == 1:
         # Rows that the step itself pushes out of a ring come first.
         skipped = rows.shape[2] - runs[0].length
@@ -232,10 +238,6 @@ def _written(buffer: mx.array, placement: Placement, rows: mx.array) -> mx.array
         if isinstance(starts[0], mx.array):
             return slice_update(buffer, rows, starts[0], ROW_AXIS)
         return write_rows(buffer, rows, starts[0])
-    if _wraps(runs, buffer.shape[2]):
-        skipped = rows.shape[2] - runs[0].length - runs[1].length
-        rows = rows[:, :, skipped:] if skipped else rows
-        return ring_write(buffer, rows.astype(buffer.dtype), runs[0].start)
     row = 0
     for run, start in zip(runs, starts, strict=True):
         buffer = write_rows(buffer, rows[:, :, row : row + run.length], start)
@@ -245,8 +247,7 @@ def _written(buffer: mx.array, placement: Placement, rows: mx.array) -> mx.array
 
 def _wraps(runs: Sequence[Run], rows: int) -> bool:
     """Whether the rows go on from the end of the buffer to its beginning."""
-    first, *others = runs
-    return first.start + first.length == rows and len(others) == 1 and others[0].start == 0
+    return len(runs) == 2 and sum(runs[0]) == rows and not runs[1].start
 
 
 def _before(buffer: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:

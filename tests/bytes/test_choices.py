@@ -136,7 +136,7 @@ def test_windows_that_are_no_list(windows: Any) -> None:
 
 def test_windows_are_replaced_in_a_copy() -> None:
     geometry = simple_geometry(0, 4, 8)
-    assert geometry.with_windows([7]).windows == (7, 7, 7)
+    assert geometry.with_windows([7]).windows == (0, 7, 7)
     assert geometry.with_windows((1, 0, 2)).windows == (1, 0, 2)
     assert geometry.windows == (0, 4, 8)
 
