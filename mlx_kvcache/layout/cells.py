@@ -7,6 +7,8 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
+from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.checks import is_integer, shortened
 from mlx_kvcache.layout.cell_map import draw_cells
 from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.shared import SharedLayout
@@ -176,7 +178,12 @@ class CellLayout(SharedLayout["_Member"]):
         self._mend()
 
     def cell_map(self, width: int = 64) -> str:
-        """A drawing of the cells for people: who owns which, where the holes are."""
+        """A drawing of the cells for people: who owns which, where the holes are.
+
+        Raises `ConfigError` for a width that is no integer >= 1.
+        """
+        if not is_integer(width, 1):
+            raise ConfigError(f"a drawing is at least 1 cell wide, got {shortened(width)}")
         return draw_cells(self._owners, self.used, self.capacity, width)
 
     def _claim(self, step: DeclaredStep) -> None:

@@ -96,7 +96,7 @@ class SharedLayout(ABC, Generic[Member]):
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}
         spans: list[StepSpan] = []
-        numbers: list[int] = []
+        total = 0
         for sequence, tokens in _checked_spans(request):
             position = ends.get(sequence)
             if position is None:
@@ -104,11 +104,14 @@ class SharedLayout(ABC, Generic[Member]):
                 if position is None:
                     position = self.position(sequence)
                 starts[sequence] = position
-            spans.append(StepSpan(sequence, len(numbers), tokens, position))
+            spans.append(StepSpan(sequence, total, tokens, position))
             ends[sequence] = position + tokens
+            total += tokens
+        self._admit(total, ends)
+        numbers: list[int] = []
+        for _, _, tokens, position in spans:
             numbers.extend(range(position, position + tokens))
-        step = DeclaredStep(tuple(spans), len(numbers), tuple(numbers), starts, ends)
-        self._admit(step)
+        step = DeclaredStep(tuple(spans), total, tuple(numbers), starts, ends)
         if positions is not None:
             self.check_positions(step, _integers(positions))
         self.now = self.now._replace(declared=step, placed=None, has_moved=False)
@@ -210,25 +213,25 @@ class SharedLayout(ABC, Generic[Member]):
         live = self.now.lengths
         return next(identity for identity in count() if identity not in live)
 
-    def _admit(self, step: DeclaredStep) -> None:
-        if not step.tokens:
+    def _admit(self, tokens: int, ends: Mapping[int, int]) -> None:
+        if not tokens:
             raise StepError("a step needs at least one token; leave the step out instead")
         unfinished = self.now.unfinished
-        for sequence in step.starts:
+        for sequence in ends:
             if sequence in unfinished:
                 raise StepError(
                     f"the newest step of sequence {sequence} was not finished by every layer; "
                     f"abandon_step, or rewind it to {unfinished[sequence]}, or remove it"
                 )
-        if step.tokens > self.free:
+        if tokens > self.free:
             raise CapacityError(
-                f"a step of {step.tokens} tokens does not fit: {self.used} of {self.capacity} "
+                f"a step of {tokens} tokens does not fit: {self.used} of {self.capacity} "
                 f"positions are used and {self.free} are free; remove or rewind sequences, "
                 "or make the cache with a larger capacity"
             )
         if self.max_context is None:
             return
-        for sequence, end in step.ends.items():
+        for sequence, end in ends.items():
             if end > self.max_context:
                 raise CapacityError(
                     f"sequence {sequence} would hold {end} positions, but max_context "
@@ -278,14 +281,13 @@ def _integers(positions: object) -> list[int]:
     """Positions as ints. Raises `PositionError` for what is no list of integers."""
     try:
         given = list(positions)  # type: ignore[call-overload]
-        numbers = [index(each) for each in given]
+        if not any(isinstance(each, bool) for each in given):
+            return [index(each) for each in given]
     except (TypeError, ValueError):
-        given = [True]
-    if any(isinstance(each, bool) for each in given):
-        raise PositionError(
-            f"the positions of a step are one integer for each token, got {shortened(positions)}"
-        )
-    return numbers
+        pass
+    raise PositionError(
+        f"the positions of a step are one integer for each token, got {shortened(positions)}"
+    )
 
 
 def _checked_spans(request: object) -> list[tuple[int, int]]:
