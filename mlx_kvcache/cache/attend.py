@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -18,12 +18,22 @@ from mlx_kvcache.errors import (
     UpdateDtypeError,
     UpdateShapeError,
 )
+from mlx_kvcache.facts.checks import shortened
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.layout.shared import SharedLayout
 from mlx_kvcache.layout.steps import DeclaredStep, SpanRequest
 from mlx_kvcache.store.rows import KeysValues, RowView
 
-Layout = TypeVar("Layout", bound=SharedLayout)
+
+class RunningStep(Protocol):
+    """A placed step, made once and shared by the layers, of which `unwritten` are yet to write."""
+
+    step: DeclaredStep
+    unwritten: set[int]
+
+
+Layout = TypeVar("Layout", bound=SharedLayout[Any])
+Running = TypeVar("Running", bound=RunningStep)
 
 
 def attend_view(queries: mx.array, view: RowView, mask: Mask, options: AttendOptions) -> mx.array:
@@ -77,7 +87,7 @@ def _capped(
     return (weights @ values[:, :, None]).reshape(batch, query_heads, tokens, values.shape[3])
 
 
-class SharedAttention(ABC, Generic[Layout]):
+class SharedAttention(ABC, Generic[Layout, Running]):
     """The seam of a cache of many sequences: the layers of a declared step, one after the other.
 
     A step is flat: [1, H, T, D], the tokens of its sequences one after the other, without
@@ -89,32 +99,36 @@ class SharedAttention(ABC, Generic[Layout]):
 
     def __init__(self, geometry: CacheGeometry) -> None:
         self.geometry = geometry
-        self._step: DeclaredStep | None = None
-        self._unwritten: set[int] = set()
+        # Dropped by every verb and declaration: it must not keep rows or masks alive.
+        self._running: Running | None = None
         self._positions: tuple[DeclaredStep, mx.array] | None = None
+        # What an interrupted verb has left to do. It may be done again, also from half-way.
+        self._pending: Callable[[], None] | None = None
 
     @abstractmethod
-    def _begin_step(self, step: DeclaredStep) -> None:
-        """Prepare what the layers of a step that was just placed will share."""
+    def _begin_step(self, step: DeclaredStep) -> Running:
+        """Make what the layers of a step that was just placed will share."""
 
     @abstractmethod
     def _check_single_answer(self, step: DeclaredStep) -> None:
         """Raise `StepError` when the step has no single answer for all of its tokens."""
 
     @abstractmethod
-    def _write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+    def _write(self, running: Running, layer: int, keys: mx.array, values: mx.array) -> None:
         """Write the rows of the running step, which were checked."""
 
     @abstractmethod
-    def _attend(self, layer: int, queries: mx.array, options: AttendOptions) -> mx.array:
+    def _attend(
+        self, running: Running, layer: int, queries: mx.array, options: AttendOptions
+    ) -> mx.array:
         """Attend the queries of the running step to the rows of a layer that has written it."""
 
     @abstractmethod
-    def _single_answer(self, layer: int) -> KeysValues:
+    def _single_answer(self, running: Running, layer: int) -> KeysValues:
         """The keys and values that a layer answers a step with that has a single answer."""
 
     @abstractmethod
-    def _mask(self, layer: int) -> Mask:
+    def _mask(self, running: Running, layer: int) -> Mask:
         """The mask that fits them."""
 
     def declare_step(
@@ -127,13 +141,19 @@ class SharedAttention(ABC, Generic[Layout]):
         `UnknownSequenceError`, `CapacityError` or `PositionError`; an earlier declaration then
         stands.
         """
-        return self.layout.declare_step(request, positions)
+        if self._pending is not None:
+            self._pending()
+        step = self.layout.declare_step(request, positions)
+        self._running = None
+        return step
 
     def step_positions(self) -> mx.array:
         """The positions int32 [T] of the step that is declared or running, for rotary embeddings.
 
         Raises `StepError` when there is none.
         """
+        if self._pending is not None:
+            self._pending()
         step = self.layout.next_placement()
         if self._positions is None or self._positions[0] is not step:
             self._positions = step, mx.array(step.positions, mx.int32)
@@ -169,8 +189,12 @@ class SharedAttention(ABC, Generic[Layout]):
         step = self._check_update(layer, keys, values, positions)
         options = AttendOptions(scale, sinks, softcap, out_dtype)
         self._check_queries(layer, queries, step.tokens, options)
-        self._update(layer, keys, values, step)
-        return self._attend(layer, queries, options)
+        running = self._update(layer, keys, values, step)
+        answer = self._attend(running, layer, queries, options)
+        # After the answer: a step whose last answer was lost by an interruption is not finished.
+        if not running.unwritten:
+            self.layout.finish_step()
+        return answer
 
     def attend_again(
         self,
@@ -188,15 +212,19 @@ class SharedAttention(ABC, Generic[Layout]):
         Raises `StepError` when the layer has not written the running step.
         """
         self._check_layer(layer)
-        step = self.layout.placed
-        if step is None or step is not self._step or layer in self._unwritten:
+        running = self._running
+        if (
+            running is None
+            or running.step is not self.layout.now.placed
+            or layer in running.unwritten
+        ):
             raise StepError(
                 f"cache layer {layer} has not written the running step, so there is nothing to "
                 "attend to again; call attend with its keys and values first"
             )
         options = AttendOptions(scale, sinks, softcap, out_dtype)
-        self._check_queries(layer, queries, step.tokens, options)
-        return self._attend(layer, queries, options)
+        self._check_queries(layer, queries, running.step.tokens, options)
+        return self._attend(running, layer, queries, options)
 
     def update_and_fetch(
         self,
@@ -212,9 +240,12 @@ class SharedAttention(ABC, Generic[Layout]):
         """
         step = self._check_update(layer, keys, values, positions)
         self._check_single_answer(step)
-        self._update(layer, keys, values, step)
-        held_keys, held_values = self._single_answer(layer)
-        return held_keys.astype(keys.dtype), held_values.astype(values.dtype)
+        running = self._update(layer, keys, values, step)
+        held_keys, held_values = self._single_answer(running, layer)
+        answer = held_keys.astype(keys.dtype), held_values.astype(values.dtype)
+        if not running.unwritten:
+            self.layout.finish_step()
+        return answer
 
     def make_mask(self, layer: int) -> Mask:
         """The mask of the declared step for the rows that `update_and_fetch` answers with.
@@ -223,45 +254,58 @@ class SharedAttention(ABC, Generic[Layout]):
         `LayerIndexError`, or `StepError` when no step is declared or it has no single answer.
         """
         self._check_layer(layer)
+        if self._pending is not None:
+            self._pending()
         step = self.layout.next_placement()
         self._check_single_answer(step)
-        self._open(step)
-        return self._mask(layer)
+        return self._mask(self._open(step), layer)
 
-    def _update(self, layer: int, keys: mx.array, values: mx.array, step: DeclaredStep) -> None:
-        if step is not self._step or step is not self.layout.placed:
-            self._open(step)
-        if layer in self._unwritten:
-            self._write(layer, keys, values)
-            self._unwritten.discard(layer)
-            if not self._unwritten:
-                self.layout.finish_step()
+    def _update(self, layer: int, keys: mx.array, values: mx.array, step: DeclaredStep) -> Running:
+        running = self._running
+        if running is None or running.step is not step:
+            running = self._open(step)
+        if layer in running.unwritten:
+            self._write(running, layer, keys, values)
+            running.unwritten.discard(layer)
+        return running
 
-    def _open(self, step: DeclaredStep) -> None:
-        if step is self._step and step is self.layout.placed:
-            return
-        self.layout.place_step()
-        self._begin_step(step)
-        self._unwritten = set(range(len(self.geometry.layers)))
-        # Last, so that a step whose beginning was interrupted begins again.
-        self._step = step
+    def _open(self, step: DeclaredStep) -> Running:
+        running = self._running
+        if running is None or running.step is not step:
+            self.layout.place_step()
+            # Last, so that a step whose beginning was interrupted begins again.
+            running = self._running = self._begin_step(step)
+        return running
 
     def _check_layer(self, layer: int) -> None:
         count = len(self.geometry.layers)
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
+        if type(layer) is not int or not 0 <= layer < count:
             raise LayerIndexError(
-                f"cache layer {layer!r} does not exist; there are {count}, counted from 0"
+                f"cache layer {shortened(layer)} does not exist; there are {count}, counted from 0"
             )
 
     def _check_update(
         self, layer: int, keys: mx.array, values: mx.array, positions: Positions | None
     ) -> DeclaredStep:
         self._check_layer(layer)
-        step = self.layout.placed or self.layout.next_placement()
+        if self._pending is not None:
+            self._pending()
+        step = self.layout.now.placed or self.layout.next_placement()
         if positions is not None:
             self.layout.check_positions(step, positions_of(positions, step.tokens))
         geometry = self.geometry.layers[layer]
         heads, tokens = geometry.kv_heads, step.tokens
+        for name, array in (("keys", keys), ("values", values)):
+            if not isinstance(array, mx.array):
+                raise UpdateDtypeError(
+                    f"cache layer {layer} takes {name} as an mlx array, got "
+                    f"{type(array).__name__}; wrap it in mx.array first"
+                )
+            if not mx.issubdtype(array.dtype, mx.floating):
+                raise UpdateDtypeError(
+                    f"cache layer {layer} takes floating-point {name}, got {array.dtype}; "
+                    "cast them first"
+                )
         if keys.shape != (1, heads, tokens, geometry.key_dim) or values.shape != (
             1,
             heads,
@@ -273,14 +317,14 @@ class SharedAttention(ABC, Generic[Layout]):
                 f"values [1, {heads}, {tokens}, {geometry.value_dim}] in this step of {tokens} "
                 f"tokens, got {list(keys.shape)} and {list(values.shape)}"
             )
-        for name, array in (("keys", keys), ("values", values)):
-            if not mx.issubdtype(array.dtype, mx.floating):
-                raise UpdateDtypeError(
-                    f"cache layer {layer} takes floating-point {name}, got {array.dtype}; "
-                    "cast them first"
-                )
-        repeated = step is self.layout.placed and step is self._step
-        if repeated and layer not in self._unwritten and positions is None and not geometry.shared:
+        running = self._running
+        if (
+            running is not None
+            and running.step is step
+            and layer not in running.unwritten
+            and positions is None
+            and not geometry.shared
+        ):
             raise StepError(
                 f"cache layer {layer} has already written this step; declare the next one. If "
                 "several model layers share it, say so in LayerGeometry.shared, or give positions"
@@ -291,6 +335,8 @@ class SharedAttention(ABC, Generic[Layout]):
         self, layer: int, queries: mx.array, tokens: int, options: AttendOptions
     ) -> None:
         geometry = self.geometry.layers[layer]
+        if not isinstance(queries, mx.array):
+            raise UpdateDtypeError(f"queries must be an mx.array, got {type(queries).__name__}")
         shape = queries.shape
         if (
             len(shape) != 4

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_kvcache.cache.arguments import AttendOptions
 from mlx_kvcache.cache.attend import attend_view
-from mlx_kvcache.cache.layer import SequenceLayer
+from mlx_kvcache.cache.layer import LayerState
 from mlx_kvcache.cache.masks import Mask
+from mlx_kvcache.cache.sequence import KIND as SEQUENCE_KIND
 from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
 from mlx_kvcache.cache.shared import MLXSharedCache
 from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.errors import StepError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
-from mlx_kvcache.layout.batched import BatchedLayout
+from mlx_kvcache.layout.batched import BatchedLayout, Kept
 from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.steps import DeclaredStep
 from mlx_kvcache.store.rows import KeysValues, RowView
@@ -26,28 +27,49 @@ from mlx_kvcache.store.rows import KeysValues, RowView
 KIND = "batched"
 
 
-class BatchedState(NamedTuple):
-    """What a batched cache holds: its sequences by id, and what each of them holds."""
+#: What each sequence of a batched cache holds, by id.
+BatchedState = dict[int, Snapshot[SequenceState]]
+Layout = BatchedLayout[MLXSequenceCache]
+#: The rows of the rings of one sequence, by layer.
+Rings = dict[int, LayerState]
+#: A layer, and for each sequence of a step its rows and its mask.
+Answers = tuple[int, list[KeysValues], list[Mask]]
 
-    layout: BatchedLayout
-    sequences: dict[int, Snapshot[SequenceState]]
 
-
-class _Spans:
-    """Takes the tokens of a step apart by sequence, and puts them together again.
+class BatchedStep:
+    """A placed step, made once and shared by the layers; takes its tokens apart by sequence.
 
     A sequence with several spans gets their tokens as one: they continue each other.
+    layers: for each cache layer, those of the sequences. is_torn: whether a write was interrupted.
     """
 
-    def __init__(self, step: DeclaredStep) -> None:
+    def __init__(self, step: DeclaredStep, members: list[MLXSequenceCache]) -> None:
+        self.step = step
+        self.layers = list(zip(*[cache.layers for cache in members], strict=True))
+        self.unwritten = set(range(len(self.layers)))
+        self.is_torn = False
+        # Between the write of a layer and its attention.
+        self.answers: Answers | None = None
+        self._masks: dict[LayerPolicy, list[Mask]] = {}
         self._cuts = [span.first for span in step.spans[1:]]
+        self._in_order = len(step.starts) == len(step.spans)
+        if self._in_order:
+            self._tokens = [span.tokens for span in step.spans]
+            return
         self._lengths = [span.tokens for span in step.spans]
         index: dict[int, list[int]] = {sequence: [] for sequence in step.starts}
         for number, span in enumerate(step.spans):
             index[span.sequence].append(number)
         self._spans = list(index.values())
-        self._in_order = len(self._spans) == len(step.spans)
-        self.tokens = [sum(self._lengths[i] for i in spans) for spans in self._spans]
+        self._tokens = [sum(self._lengths[i] for i in spans) for spans in self._spans]
+
+    def masks(self, layer: int, policy: LayerPolicy) -> list[Mask]:
+        """The mask of each sequence, to be asked for before a layer of the policy is written."""
+        masks = self._masks.get(policy)
+        if masks is None:
+            owns = zip(self.layers[layer], self._tokens, strict=True)
+            masks = self._masks[policy] = [own.make_mask(tokens) for own, tokens in owns]
+        return masks
 
     def split(self, array: mx.array) -> list[mx.array]:
         """The tokens of each sequence, from [1, H, T, D]."""
@@ -67,12 +89,13 @@ class _Spans:
         return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays, axis=2)
 
 
-class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout]):
+class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
     """The KV cache of many sequences that share nothing but a capacity.
 
     Each is an `MLXSequenceCache`: full layers read their own history and no other, sliding
     windows really are rings. A step attends each sequence over its own rows, so that its cost
-    is the sum of the histories. A fork copies its rows at the first write after it.
+    is the sum of the histories. A fork copies its rows at the first write after it. Rings that a
+    step overwrites further than their spare rows reach are copied, and kept until it is finished.
 
     `config.capacity` bounds the sum of the lengths, `max_context` a single one. Raises
     `GeometryError` or `ConfigError` when the arguments do not fit together.
@@ -86,41 +109,32 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout]):
         super().__init__(geometry, config)
         own = min(self.config.max_context or self.capacity, self.capacity)
         self._member_config = replace(self.config, capacity=own)
-        self._caches: dict[int, MLXSequenceCache] = {}
-        self._running: _Spans
-        self._members: list[MLXSequenceCache] = []
-        self._masks: dict[LayerPolicy, list[Mask]] = {}
-        # Between the write of a layer and its attention.
-        self._rows: tuple[int, list[KeysValues]] | None = None
 
     @property
     def state(self) -> list[mx.array]:
-        return [array for cache in self._caches.values() for array in cache.state]
+        return [array for cache in self._caches for array in cache.state]
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated; rows that a fork has not copied yet count for each holder."""
-        return sum(cache.nbytes for cache in self._caches.values())
+        return sum(cache.nbytes for cache in self._caches)
 
     @property
     def nbytes_used(self) -> int:
         """Bytes of the rows that hold a remembered position."""
-        return sum(cache.nbytes_used for cache in self._caches.values())
+        return sum(cache.nbytes_used for cache in self._caches)
 
     def sequence(self, sequence: int) -> MLXSequenceCache:
         """The cache of one sequence, to be looked at. Raises `UnknownSequenceError`."""
         self.position(sequence)
-        return self._caches[sequence]
+        return self.layout.now.members[sequence]
 
     def rewind_floor(self, sequence: int) -> int:
         """The lowest position, other than 0, that `rewind` can reach now."""
-        return self.sequence(sequence).rewind_floor
+        return self.layout.rewind_floor(sequence)
 
     def new(self) -> int:
-        cache = MLXSequenceCache(self.geometry, self._member_config)
-        identity = self.layout.add(cache.layout)
-        self._caches[identity] = cache
-        return identity
+        return self.layout.add(MLXSequenceCache(self.geometry, self._member_config))
 
     def fork(self, sequence: int, up_to: int | None = None) -> int:
         """Begin a sequence with the same history, up to a position.
@@ -130,18 +144,14 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout]):
         (not held, or overwritten by a ring), `StepError` or `CapacityError`.
         """
         length = self.layout.check_fork(sequence, up_to)
-        twin = self._caches[sequence].fork(length)
-        identity = self.layout.add(twin.layout)
-        self.layout.forked()
-        self._caches[identity] = twin
-        self._end_step()
+        identity = self.layout.add_fork(self.layout.now.members[sequence].fork(length))
+        self._running = None
         return identity
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence and free its rows. Raises `UnknownSequenceError`."""
         self.layout.remove(sequence)
-        del self._caches[sequence]
-        self._end_step()
+        self._running = None
 
     def rewind(self, sequence: int, position: int) -> None:
         """Forget the positions of a sequence from `position` on.
@@ -149,10 +159,15 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout]):
         Raises `UnknownSequenceError`, `RewindError` for a position that is not held or whose
         window a ring has overwritten, or `StepError` for one within an unfinished step.
         """
-        self.layout.check_rewind(sequence, position)
-        self._caches[sequence].rewind(position)
-        self.layout.rewound(sequence)
-        self._end_step()
+        layout = self.layout
+        layout.check_rewind(sequence, position)
+        layout.begin_rewind(sequence, position)
+        self._running = None
+        cache, kept = layout.now.members[sequence], layout.now.kept.get(sequence)
+        if kept is not None:
+            self._put_back(cache, kept)
+        cache.rewind(position)
+        layout.rewound(sequence, position)
 
     def snapshot(self) -> Snapshot[BatchedState]:
         """What all sequences hold now, for `restore`; copies no row until one is written.
@@ -160,10 +175,10 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout]):
         Raises `StepError` while a step is unfinished.
         """
         self.layout.check_finished("take a snapshot")
-        held = {sequence: cache.snapshot() for sequence, cache in self._caches.items()}
+        members = self.layout.now.members
+        held = {sequence: cache.snapshot() for sequence, cache in members.items()}
         arrays = tuple(array for each in held.values() for array in each.arrays)
-        state = BatchedState(self.layout.with_members({}), held)
-        return Snapshot(KIND, self.geometry, self.config, state, arrays)
+        return Snapshot(KIND, self.geometry, self.config, held, arrays)
 
     def restore(self, snapshot: Snapshot[BatchedState]) -> None:
         """Hold what a cache of the same geometry and config held when the snapshot was taken.
@@ -171,28 +186,51 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout]):
         Raises `SnapshotError`, and changes nothing, for a snapshot of another cache.
         """
         check_fits(snapshot, KIND, self.geometry, self.config)
-        layout, sequences = snapshot.held
-        caches = {}
-        for sequence, held in sequences.items():
-            caches[sequence] = MLXSequenceCache(self.geometry, self._member_config)
-            caches[sequence].restore(held)
-        self.layout = layout.with_members({key: cache.layout for key, cache in caches.items()})
-        self._caches = caches
-        self._end_step()
+        members = {}
+        for sequence, held in snapshot.held.items():
+            members[sequence] = MLXSequenceCache(self.geometry, self._member_config)
+            members[sequence].restore(held)
+        self.layout = Layout(self.capacity, self.config.max_context, members)
+        self._running = None
 
-    def _make_layout(self) -> BatchedLayout:
-        return BatchedLayout(self.config.capacity, self.config.max_context)
+    @property
+    def _caches(self) -> Iterable[MLXSequenceCache]:
+        return self.layout.now.members.values()
 
-    def _begin_step(self, step: DeclaredStep) -> None:
-        self._running = _Spans(step)
-        self._members = [self._caches[sequence] for sequence in step.starts]
-        self._masks = {}
+    def _make_layout(self) -> Layout:
+        return Layout(self.config.capacity, self.config.max_context)
 
-    def _end_step(self) -> None:
-        # The running step must not keep the rows of a removed sequence alive.
-        self._members = []
-        self._masks = {}
-        self._rows = None
+    def _begin_step(self, step: DeclaredStep) -> BatchedStep:
+        members = self.layout.now.members
+        if step.tokens > self.config.spare:
+            self._keep_rings(step)
+        return BatchedStep(step, [members[sequence] for sequence in step.starts])
+
+    def _keep_rings(self, step: DeclaredStep) -> None:
+        """Keep the rings that a step overwrites so far that they could not go back before it."""
+        kept = {}
+        for sequence, start in step.starts.items():
+            cache = self.layout.now.members[sequence]
+            high_water = cache.layout.high_water
+            end = max(high_water, step.ends[sequence])
+            rings: Rings = {
+                layer.index: layer.hold()
+                for layer, layout in zip(cache.layers, cache.layout.layers, strict=True)
+                if layout.rewind_floor(end) > start > 0
+            }
+            if rings:
+                # What is kept belongs to no stream and to no thread.
+                mx.eval([state.rows.state for state in rings.values()])
+                kept[sequence] = Kept(start, high_water, rings)
+        if kept:
+            self.layout.keep(kept)
+
+    def _put_back(self, cache: MLXSequenceCache, kept: Kept) -> None:
+        """Put a sequence back to the start of its unfinished step. May be repeated."""
+        rings: Rings = kept.rows
+        layers = tuple(rings.get(layer.index) or layer.hold() for layer in cache.layers)
+        held = SequenceState(kept.length, kept.high_water, layers)
+        cache.restore(Snapshot(SEQUENCE_KIND, cache.geometry, cache.config, held, ()))
 
     def _check_single_answer(self, step: DeclaredStep) -> None:
         if len(step.starts) > 1:
@@ -201,50 +239,41 @@ class MLXBatchedSequenceCache(MLXSharedCache[BatchedLayout]):
                 "where each has rows of its own; use attend"
             )
 
-    def _write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        self._rows = None
-        self._ask_masks(layer)
-        split = self._running.split
-        parts = zip(self._layers(layer), split(keys), split(values), strict=True)
-        self._rows = layer, [own.update_and_fetch(*rows) for own, *rows in parts]
+    def _write(self, running: BatchedStep, layer: int, keys: mx.array, values: mx.array) -> None:
+        if running.is_torn:
+            raise StepError(
+                "the write of this step was interrupted, and some sequences hold it already; "
+                "abandon_step and declare it again"
+            )
+        masks = running.masks(layer, self.geometry.layers[layer].policy)
+        running.is_torn = True
+        parts = zip(running.layers[layer], running.split(keys), running.split(values), strict=True)
+        running.answers = layer, [own.update_and_fetch(*rows) for own, *rows in parts], masks
+        running.is_torn = False
 
-    def _attend(self, layer: int, queries: mx.array, options: AttendOptions) -> mx.array:
+    def _attend(
+        self, running: BatchedStep, layer: int, queries: mx.array, options: AttendOptions
+    ) -> mx.array:
+        _, held, masks = self._answers(running, layer)
+        parts = zip(running.split(queries), held, masks, strict=True)
         answers = [
             attend_view(own, RowView(*rows, (Run(0, rows[0].shape[2]),)), mask, options)
-            for own, rows, mask in zip(
-                self._running.split(queries),
-                self._answers(layer),
-                self._ask_masks(layer),
-                strict=True,
-            )
+            for own, rows, mask in parts
         ]
-        self._rows = None
-        return self._running.join(answers)
+        running.answers = None
+        return running.join(answers)
 
-    def _single_answer(self, layer: int) -> KeysValues:
-        (rows,) = self._answers(layer)
-        self._rows = None
+    def _single_answer(self, running: BatchedStep, layer: int) -> KeysValues:
+        _, (rows,), _ = self._answers(running, layer)
+        running.answers = None
         return rows
 
-    def _mask(self, layer: int) -> Mask:
-        return self._ask_masks(layer)[0]
+    def _mask(self, running: BatchedStep, layer: int) -> Mask:
+        return running.masks(layer, self.geometry.layers[layer].policy)[0]
 
-    def _answers(self, layer: int) -> list[KeysValues]:
+    def _answers(self, running: BatchedStep, layer: int) -> Answers:
         """What the newest write of a layer was answered with, or reads again."""
-        if self._rows is not None and self._rows[0] == layer:
-            return self._rows[1]
-        return [own.keys_and_values() for own in self._layers(layer)]
-
-    def _layers(self, layer: int) -> list[SequenceLayer]:
-        return [cache.layers[layer] for cache in self._members]
-
-    def _ask_masks(self, layer: int) -> list[Mask]:
-        """The mask of each sequence, asked for before the first layer of its policy is written."""
-        policy = self.geometry.layers[layer].policy
-        masks = self._masks.get(policy)
-        if masks is None:
-            masks = self._masks[policy] = [
-                own.make_mask(tokens)
-                for own, tokens in zip(self._layers(layer), self._running.tokens, strict=True)
-            ]
-        return masks
+        if running.answers is not None and running.answers[0] == layer:
+            return running.answers
+        masks = running.masks(layer, self.geometry.layers[layer].policy)
+        return layer, [own.keys_and_values() for own in running.layers[layer]], masks

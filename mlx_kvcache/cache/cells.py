@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from mlx_kvcache.cache.masks import Mask, band
 from mlx_kvcache.cache.shared import MLXSharedCache
 from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.errors import CapacityError
+from mlx_kvcache.facts.checks import is_integer, shortened
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.layout.cells import CellLayout, runs_of_cells
@@ -39,7 +41,7 @@ class CellState(NamedTuple):
     layers: tuple[DenseRows, ...]
 
 
-class MLXCellCache(MLXSharedCache[CellLayout]):
+class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
     """The KV cache of many sequences that may share what they have in common.
 
     Every layer keeps one store over the cells, which grows by lazy capacity doubling; a token
@@ -57,16 +59,15 @@ class MLXCellCache(MLXSharedCache[CellLayout]):
     def __init__(self, geometry: CacheGeometry, config: CacheConfig | None = None) -> None:
         super().__init__(geometry, config)
         config = self.config
-        self._stores = tuple(DenseRows() for _ in geometry.layers)
+        self._stores = [DenseRows() for _ in geometry.layers]
         self._storage_dtype = None if config.kv_dtype is None else getattr(mx, config.kv_dtype)
         self._array_start = prefers_array_start(bytes_per_token(geometry, config))
         self._cells = min(config.initial_capacity, config.capacity)
-        self._running: CellStep | None = None
 
     @property
     def used_end(self) -> int:
         """The end of the taken cells."""
-        return self.layout.used_end
+        return self._settled().used_end
 
     @property
     def state(self) -> list[mx.array]:
@@ -84,10 +85,11 @@ class MLXCellCache(MLXSharedCache[CellLayout]):
     def store(self, layer: int) -> DenseRows:
         """The rows of one layer, by cell. Raises `LayerIndexError`."""
         self._check_layer(layer)
+        self._settled()
         return self._stores[layer]
 
     def new(self) -> int:
-        return self.layout.new()
+        return self._settled().new()
 
     def fork(self, sequence: int, up_to: int | None = None) -> int:
         """Begin a sequence that shares the rows of another up to a position; copies nothing.
@@ -95,13 +97,13 @@ class MLXCellCache(MLXSharedCache[CellLayout]):
         Raises `UnknownSequenceError`, `RewindError` for an `up_to` that is not held, or
         `StepError` for rows of an unfinished step.
         """
-        identity = self.layout.fork(sequence, up_to)
-        self._end_step()
+        identity = self._settled().fork(sequence, up_to)
+        self._running = None
         return identity
 
     def remove(self, sequence: int) -> None:
-        self.layout.remove(sequence)
-        self._end_step()
+        self._settled().remove(sequence)
+        self._running = None
 
     def rewind(self, sequence: int, position: int) -> None:
         """Forget the positions of a sequence from `position` on; any held position will do.
@@ -109,19 +111,19 @@ class MLXCellCache(MLXSharedCache[CellLayout]):
         Raises `UnknownSequenceError`, `RewindError`, or `StepError` for a position within an
         unfinished step.
         """
-        self.layout.rewind(sequence, position)
-        self._end_step()
+        self._settled().rewind(sequence, position)
+        self._running = None
 
     def snapshot(self) -> Snapshot[CellState]:
         """What all sequences hold now, for `restore`; copies no row until one is written.
 
         Raises `StepError` while a step is unfinished.
         """
-        self.layout.check_finished("take a snapshot")
+        layout = self._settled()
+        layout.check_finished("take a snapshot")
         mx.eval(self.state)
-        held = CellState(
-            copy.deepcopy(self.layout), self._cells, tuple(store.copy() for store in self._stores)
-        )
+        stores = tuple(store.copy() for store in self._stores)
+        held = CellState(layout.at_rest(), self._cells, stores)
         return Snapshot(KIND, self.geometry, self.config, held, tuple(self.state))
 
     def restore(self, snapshot: Snapshot[CellState]) -> None:
@@ -131,16 +133,20 @@ class MLXCellCache(MLXSharedCache[CellLayout]):
         """
         check_fits(snapshot, KIND, self.geometry, self.config)
         layout, cells, layers = snapshot.held
-        self.layout = copy.deepcopy(layout)
-        self._cells = cells
-        self._stores = tuple(store.copy() for store in layers)
-        self._end_step()
+        stores = [store.copy() for store in layers]
+        self._pending = partial(self._hold, layout.at_rest(), cells, stores)
+        self._pending()
 
     def reserve(self, cells: int) -> None:
         """Grow once, now, so that `cells` cells need no further growth.
 
         Raises `CapacityError`, and changes nothing, when there are not that many.
         """
+        if not is_integer(cells, 0):
+            raise CapacityError(
+                f"a reservation needs a number of cells >= 0, got {shortened(cells)}"
+            )
+        self._settled()
         if cells > self.capacity:
             raise CapacityError(
                 f"cannot reserve {cells} cells: the capacity is {self.capacity}; "
@@ -157,42 +163,60 @@ class MLXCellCache(MLXSharedCache[CellLayout]):
         Copies the rows of each layer once, one layer after the other. Raises `StepError` while a
         step is unfinished.
         """
-        order = self.layout.plan_defragment()
+        layout = self._settled()
+        order = layout.plan_defragment()
         moved = sum(cell != former for cell, former in enumerate(order))
         cells = grown_rows(
             min(self.config.initial_capacity, self.capacity), len(order), self.capacity
         )
         if moved or cells < self._cells:
-            formers = mx.array(order.tolist(), mx.int32)
-            for store in self._stores:
-                store.move(formers, cells)
-                mx.eval(store.state)
-            self._cells = cells
-        self.layout.apply_defragment(order)
-        self._end_step()
+            self._pending = partial(self._move, order, cells, layout.members, [])
+            self._pending()
         return moved
 
     def cell_map(self, width: int = 64) -> str:
         """A drawing of the cells for people: who owns which, where the holes are."""
-        return self.layout.cell_map(width)
+        return self._settled().cell_map(width)
 
     def _make_layout(self) -> CellLayout:
         return CellLayout(self.config.capacity, self.config.max_context)
 
-    def _begin_step(self, step: DeclaredStep) -> None:
+    def _hold(self, layout: CellLayout, cells: int, stores: list[DenseRows]) -> None:
+        """Hold these. May be repeated until it was done."""
+        self.layout, self._cells, self._stores = layout, cells, stores
+        self._running = self._pending = None
+
+    def _move(self, order: array[int], cells: int, members: object, moved: list[DenseRows]) -> None:
+        """Move the rows, then rename the cells. May be repeated until it was done.
+
+        Each layer is moved aside and exchanged when it is done, so that it is never half-way;
+        `moved` are those that are done. The members are replaced when the cells are renamed.
+        """
+        self._running = None
+        formers = mx.array(order.tolist(), mx.int32)
+        for layer, store in enumerate(self._stores):
+            if layer == len(moved):
+                twin = store.copy()
+                twin.move(formers, cells)
+                mx.eval(twin.state)
+                moved.append(twin)
+            self._stores[layer] = moved[layer]
+        self._cells = cells
+        if self.layout.members is members:
+            self.layout.apply_defragment(order)
+        self._pending = None
+
+    def _begin_step(self, step: DeclaredStep) -> CellStep:
         layout = self.layout
         end = layout.used_end
         if end > self._cells:
             self._cells = grown_rows(self._cells, end, layout.capacity)
-        self._running = CellStep(layout, step, self._array_start)
-
-    def _end_step(self) -> None:
-        self._running = None
+        return CellStep(layout, step, len(self._stores), self._array_start)
 
     def _check_single_answer(self, step: DeclaredStep) -> None:
         """Every step has one: the cells, and a mask over them."""
 
-    def _write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+    def _write(self, running: CellStep, layer: int, keys: mx.array, values: mx.array) -> None:
         store = self._stores[layer]
         rows = self._cells
         if store.keys is None:
@@ -205,23 +229,22 @@ class MLXCellCache(MLXSharedCache[CellLayout]):
             )
         elif store.keys.shape[2] < rows:
             store.grow(rows)
-        assert self._running is not None, "a step is placed before a layer is written"
-        store.write(self._running.placement, keys, values)
+        store.write(running.placement, keys, values)
 
-    def _attend(self, layer: int, queries: mx.array, options: AttendOptions) -> mx.array:
-        read = self._read(layer)
+    def _attend(
+        self, running: CellStep, layer: int, queries: mx.array, options: AttendOptions
+    ) -> mx.array:
+        read = self._read(running, layer)
         return attend_view(queries, self._stores[layer].read((read.run,)), read.mask, options)
 
-    def _single_answer(self, layer: int) -> KeysValues:
-        return self._stores[layer].read((self._read(layer).run,)).dense()
+    def _single_answer(self, running: CellStep, layer: int) -> KeysValues:
+        return self._stores[layer].read((self._read(running, layer).run,)).dense()
 
-    def _mask(self, layer: int) -> Mask:
-        return self._read(layer).mask
+    def _mask(self, running: CellStep, layer: int) -> Mask:
+        return self._read(running, layer).mask
 
-    def _read(self, layer: int) -> CellRead:
+    def _read(self, running: CellStep, layer: int) -> CellRead:
         """What the layers with this layer's window read: made by the first of them."""
-        running = self._running
-        assert running is not None, "a step is placed before a layer is asked"
         window = self.geometry.layers[layer].policy.window
         return running.reads.get(window) or running.read(window)
 
@@ -243,9 +266,12 @@ class CellStep:
     sequence at positions up to its own, within the window.
     """
 
-    def __init__(self, layout: CellLayout, step: DeclaredStep, array_start: bool) -> None:
+    def __init__(
+        self, layout: CellLayout, step: DeclaredStep, layers: int, array_start: bool
+    ) -> None:
         self._layout = layout
-        self._step = step
+        self.step = step
+        self.unwritten = set(range(layers))
         self.reads: dict[int, CellRead] = {}
         self._queries: mx.array | None = None
         runs = runs_of_cells(layout.placed_cells)
@@ -266,7 +292,7 @@ class CellStep:
 
         Such cells are what a sequence cache holds, so its masks hold for them too.
         """
-        step = self._step
+        step = self.step
         if len(step.starts) > 1:
             return None
         ((sequence, position),) = step.starts.items()
@@ -285,7 +311,7 @@ class CellStep:
         """What any step reads: a mask from the positions that the cells hold for each query."""
         members, visible = self._layout.members, []
         begin, end = NOT_OWNED, 0
-        for sequence, start in self._step.starts.items():
+        for sequence, start in self.step.starts.items():
             first = max(0, start - window + 1) if window else 0
             # A copy: an array that lends its buffer cannot be appended to.
             cells = np.array(memoryview(members[sequence].cells)[first:], np.int32)
@@ -295,8 +321,8 @@ class CellStep:
         for row, (first, cells) in enumerate(visible):
             table[row, cells - begin] = np.arange(first, first + len(cells), dtype=np.int32)
         if self._queries is None:
-            self._queries = mx.array(self._step.positions, mx.int32)[:, None]
-        if len(self._step.spans) == self._step.tokens == len(visible):
+            self._queries = mx.array(self.step.positions, mx.int32)[:, None]
+        if len(self.step.spans) == self.step.tokens == len(visible):
             mask = _sees(self._queries, table, window)
         else:
             mask = self._mask_by_blocks(self._queries, table, window)
@@ -304,9 +330,9 @@ class CellStep:
 
     def _mask_by_blocks(self, queries: mx.array, table: NDArray[np.int32], window: int) -> mx.array:
         """bool [T, cells] from the position of each cell for each sequence of the step."""
-        row_of = {sequence: row for row, sequence in enumerate(self._step.starts)}
+        row_of = {sequence: row for row, sequence in enumerate(self.step.starts)}
         blocks = []
-        for spans in _blocks(self._step.spans):
+        for spans in _blocks(self.step.spans):
             first, last = spans[0].first, spans[-1].first + spans[-1].tokens
             held = table[[row_of[span.sequence] for span in spans]]
             blocks.append(_sees(queries[first:last], held, window))

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 import mlx.core as mx
 
-from mlx_kvcache.cache.attend import Layout, SharedAttention
+from mlx_kvcache.cache.attend import Layout, Running, SharedAttention
 from mlx_kvcache.facts.config import CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry
 
 
-class MLXSharedCache(SharedAttention[Layout]):
+class MLXSharedCache(SharedAttention[Layout, Running]):
     """The keys and values of many sequences, and a step that runs over some of them at once.
 
     shares_rows: whether sequences with a common beginning hold its rows once.
@@ -31,10 +31,6 @@ class MLXSharedCache(SharedAttention[Layout]):
     @abstractmethod
     def _make_layout(self) -> Layout:
         """The layout that keeps the sequences apart."""
-
-    @abstractmethod
-    def _end_step(self) -> None:
-        """Drop what the layers of the newest step shared: a verb has changed the sequences."""
 
     @abstractmethod
     def new(self) -> int:
@@ -70,26 +66,26 @@ class MLXSharedCache(SharedAttention[Layout]):
     @property
     def used(self) -> int:
         """How much of the capacity is taken."""
-        return self.layout.used
+        return self._settled().used
 
     @property
     def free(self) -> int:
         """How many more tokens fit."""
-        return self.layout.free
+        return self._settled().free
 
     @property
     def sequences(self) -> tuple[int, ...]:
         """The ids of the live sequences, ascending."""
-        return self.layout.sequences
+        return self._settled().sequences
 
     @property
     def unfinished(self) -> Mapping[int, int]:
         """The sequences whose newest step some layers have not written, and where it started."""
-        return self.layout.unfinished
+        return self._settled().unfinished
 
     def position(self, sequence: int) -> int:
         """Positions that a sequence holds: its next token's. Raises `UnknownSequenceError`."""
-        return self.layout.position(sequence)
+        return self._settled().position(sequence)
 
     def abandon_step(self) -> None:
         """Take back the step that is declared or was not finished.
@@ -98,9 +94,16 @@ class MLXSharedCache(SharedAttention[Layout]):
         nothing, when a ring of one of them has overwritten what it would need; remove that
         sequence, and abandon again.
         """
-        unfinished = self.layout.unfinished
+        layout = self._settled()
+        unfinished = layout.unfinished
         for sequence, start in unfinished.items():
-            self.layout.check_rewind(sequence, start)
-        self.layout.retract_declaration()
+            layout.check_rewind(sequence, start)
+        layout.retract_declaration()
         for sequence, start in unfinished.items():
             self.rewind(sequence, start)
+
+    def _settled(self) -> Layout:
+        """The layout, once an interrupted verb has been carried out."""
+        if self._pending is not None:
+            self._pending()
+        return self.layout

@@ -7,21 +7,26 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
+from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.checks import is_integer, shortened
 from mlx_kvcache.layout.cell_map import draw_cells
 from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.shared import SharedLayout
+from mlx_kvcache.layout.standing import Standing
 from mlx_kvcache.layout.steps import DeclaredStep
 
 #: Cell indices are 32-bit, as MLX's row indices are.
 CELL_TYPE = "i"
 
 
-class CellLayout(SharedLayout):
+class CellLayout(SharedLayout["_Member"]):
     """Which cells are taken, at which position, and by which sequences.
 
     A token takes the lowest free cell. A fork adds an owner to the cells of its prefix and takes
     none; a cell frees when its last owner leaves. All taken cells lie below `used_end`, which
     shrinks with them. A cell index means the same row in every layer.
+
+    The cells of the members say it all; the owners, positions and holes follow from them.
     """
 
     def __init__(self, capacity: int, max_context: int | None = None) -> None:
@@ -32,22 +37,27 @@ class CellLayout(SharedLayout):
         self._used = 0
         # Free cells below used_end, and possibly some beyond it that were cut off.
         self._holes: list[int] = []
-        #: The live sequences by id, to be read and not changed.
-        self.members: dict[int, _Member] = {}
         self._placed_cells = array(CELL_TYPE)
 
     @property
-    def sequences(self) -> tuple[int, ...]:
-        return tuple(sorted(self.members))
+    def members(self) -> dict[int, _Member]:
+        """The live sequences by id, to be read and not changed."""
+        if self._is_torn:
+            self._mend()
+        return self.now.members
 
     @property
     def used(self) -> int:
         """Cells that have an owner."""
+        if self._is_torn:
+            self._mend()
         return self._used
 
     @property
     def used_end(self) -> int:
         """The end of the taken cells: the cell after the last one that has an owner."""
+        if self._is_torn:
+            self._mend()
         return len(self._owners)
 
     @property
@@ -77,10 +87,21 @@ class CellLayout(SharedLayout):
         """The position that a cell holds, -1 for a free one."""
         return self._positions[cell] if 0 <= cell < self.used_end else -1
 
+    def at_rest(self) -> CellLayout:
+        """A copy that shares nothing and has no step. Every step must be finished."""
+        twin = CellLayout(self.capacity, self.max_context)
+        members = {
+            sequence: each.prefix(len(each.cells)) for sequence, each in self.members.items()
+        }
+        twin.now = Standing(members, dict(self.now.lengths))
+        twin._owners, twin._positions = list(self._owners), self._positions[:]
+        twin._used, twin._holes = self._used, list(self._holes)
+        return twin
+
     def new(self) -> int:
         """Begin an empty sequence and answer its id, the lowest that is not in use."""
         sequence = self._lowest_unused_id()
-        self.members[sequence] = _Member(array(CELL_TYPE), [])
+        self.now = self.now.with_member(sequence, _Member(array(CELL_TYPE), []), 0)
         return sequence
 
     def fork(self, sequence: int, up_to: int | None = None) -> int:
@@ -90,14 +111,15 @@ class CellLayout(SharedLayout):
         `StepError` for rows of an unfinished step.
         """
         length = self.fork_length(sequence, up_to)
-        self._dropped()
         twin = self.members[sequence].prefix(length)
         identity = self._lowest_unused_id()
         joined = _WithOwner(1 << identity)
+        self._is_torn = True
+        self.now = self.now.with_member(identity, twin, length).moved()
         for start, count in twin.runs():
             end = start + count
             self._owners[start:end] = map(joined.__getitem__, self._owners[start:end])
-        self.members[identity] = twin
+        self._is_torn = False
         return identity
 
     def remove(self, sequence: int) -> None:
@@ -106,9 +128,11 @@ class CellLayout(SharedLayout):
         Raises `UnknownSequenceError`.
         """
         self.position(sequence)
-        self._dropped()
-        self._disown(sequence, self.members.pop(sequence).cells)
-        self._return_id(sequence)
+        member = self.members[sequence]
+        self._is_torn = True
+        self.now = self.now.without_member(sequence)
+        self._disown(sequence, member.cells)
+        self._is_torn = False
 
     def rewind(self, sequence: int, position: int) -> None:
         """Forget the positions of a sequence from `position` on; any held position will do.
@@ -117,9 +141,11 @@ class CellLayout(SharedLayout):
         an unfinished step.
         """
         self.check_rewind(sequence, position)
-        self._dropped()
-        self._disown(sequence, self.members[sequence].cut(position))
-        self._rewound(sequence)
+        member = self.members[sequence]
+        self._is_torn = True
+        self.now = self.now.rewound(sequence, position)
+        self._disown(sequence, member.cut(position))
+        self._is_torn = False
 
     def plan_defragment(self) -> array[int]:
         """For each cell of a compact store, the cell that its row lies in now; changes nothing.
@@ -128,10 +154,11 @@ class CellLayout(SharedLayout):
         contiguous. Raises `StepError` while a step is unfinished.
         """
         self.check_finished("defragment")
+        members = self.members
         met = bytearray(self.used_end)
         order = array(CELL_TYPE)
         for sequence in self.sequences:
-            for cell in self.members[sequence].cells:
+            for cell in members[sequence].cells:
                 if not met[cell]:
                     met[cell] = 1
                     order.append(cell)
@@ -142,24 +169,26 @@ class CellLayout(SharedLayout):
         renamed = array(CELL_TYPE, bytes(self._positions.itemsize * self.used_end))
         for cell, former in enumerate(order):
             renamed[former] = cell
-        self._owners = [self._owners[former] for former in order]
-        self._positions = array(CELL_TYPE, [self._positions[former] for former in order])
-        self._holes = []
+        members = {}
         for sequence, member in self.members.items():
-            moved = _Member(array(CELL_TYPE), [])
-            moved.extend([renamed[cell] for cell in member.cells])
-            self.members[sequence] = moved
-        self._dropped()
+            members[sequence] = _Member(array(CELL_TYPE), [])
+            members[sequence].extend([renamed[cell] for cell in member.cells])
+        self._is_torn = True
+        self.now = self.now._replace(members=members).moved()
+        self._mend()
 
     def cell_map(self, width: int = 64) -> str:
-        """A drawing of the cells for people: who owns which, where the holes are."""
-        return draw_cells(self._owners, self._used, self.capacity, width)
+        """A drawing of the cells for people: who owns which, where the holes are.
 
-    def _length(self, sequence: int) -> int | None:
-        member = self.members.get(sequence)
-        return None if member is None else len(member.cells)
+        Raises `ConfigError` for a width that is no integer >= 1.
+        """
+        if not is_integer(width, 1):
+            raise ConfigError(f"a drawing is at least 1 cell wide, got {shortened(width)}")
+        return draw_cells(self._owners, self.used, self.capacity, width)
 
     def _claim(self, step: DeclaredStep) -> None:
+        members = self.members
+        self._is_torn = True
         cells = self._take(step.tokens)
         for sequence, first, tokens, position in step.spans:
             owner = 1 << sequence
@@ -168,8 +197,27 @@ class CellLayout(SharedLayout):
                 self._owners[cell] = owner
                 self._positions[cell] = position
                 position += 1
-            self.members[sequence].extend(own)
+            members[sequence].extend(own)
         self._placed_cells = cells
+
+    def _mend(self) -> None:
+        """Derive all that follows from the members anew: a verb was interrupted."""
+        members, lengths = self.now.members, self.now.lengths
+        for sequence, member in members.items():
+            # Of a step that was not placed after all, or a rewind that was not cut.
+            member.cut(lengths[sequence])
+        end = max((max(member.cells, default=-1) for member in members.values()), default=-1) + 1
+        owners = [0] * end
+        positions = array(CELL_TYPE, [-1]) * end
+        for sequence, member in members.items():
+            owner = 1 << sequence
+            for position, cell in enumerate(member.cells):
+                owners[cell] |= owner
+                positions[cell] = position
+        holes = [cell for cell in range(end) if not owners[cell]]
+        self._owners, self._positions, self._holes = owners, positions, holes
+        self._used = end - len(holes)
+        self._is_torn = False
 
     def _take(self, count: int) -> array[int]:
         """The `count` lowest free cells, ascending; those beyond used_end are appended."""
@@ -198,7 +246,7 @@ class CellLayout(SharedLayout):
                 self._positions[cell] = -1
                 freed.append(cell)
         self._used -= len(freed)
-        end = self.used_end
+        end = len(self._owners)
         while end and not self._owners[end - 1]:
             end -= 1
         del self._owners[end:]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import count
+from operator import index
+from typing import Generic
 
 from mlx_kvcache.errors import (
     CapacityError,
@@ -14,11 +16,12 @@ from mlx_kvcache.errors import (
     StepError,
     UnknownSequenceError,
 )
-from mlx_kvcache.facts.checks import is_integer
+from mlx_kvcache.facts.checks import is_integer, shortened
+from mlx_kvcache.layout.standing import Member, Standing
 from mlx_kvcache.layout.steps import DeclaredStep, SpanRequest, StepSpan
 
 
-class SharedLayout(ABC):
+class SharedLayout(ABC, Generic[Member]):
     """The sequences that share one capacity, and the step that runs over them.
 
     A step is declared before the forward pass, which checks it as a whole; the first layer places
@@ -28,7 +31,8 @@ class SharedLayout(ABC):
 
     A sequence whose step was placed but never finished has rows that some layers lack. It can
     only be rewound to where it stood before that step, or removed. Every refused call changes
-    nothing.
+    nothing. A call that is interrupted, at whatever line, has been made or has not: `now` is
+    replaced by one assignment, and what is derived from it is derived anew.
     """
 
     def __init__(self, capacity: int, max_context: int | None = None) -> None:
@@ -39,19 +43,9 @@ class SharedLayout(ABC):
             )
         self.capacity = capacity
         self.max_context = max_context
-        #: The step that was declared and is yet to be placed.
-        self.declared: DeclaredStep | None = None
-        #: The step that was placed last, unless a verb or a declaration has followed it.
-        self.placed: DeclaredStep | None = None
-        self._has_moved = False
-        self._unfinished: dict[int, int] = {}
-        self._next_id = 0
-        self._returned_ids: list[int] = []
-
-    @property
-    @abstractmethod
-    def sequences(self) -> tuple[int, ...]:
-        """The ids of the live sequences, ascending."""
+        self.now: Standing[Member] = Standing({}, {})
+        # Whether what is derived from `now` may not fit it: a verb runs, or was interrupted.
+        self._is_torn = False
 
     @property
     @abstractmethod
@@ -59,12 +53,13 @@ class SharedLayout(ABC):
         """How much of the capacity is taken."""
 
     @abstractmethod
-    def _length(self, sequence: int) -> int | None:
-        """Positions that a sequence holds, None when there is no such sequence."""
-
-    @abstractmethod
     def _claim(self, step: DeclaredStep) -> None:
-        """Take what a checked step needs. Cannot fail."""
+        """Prepare what a checked step takes once it is placed."""
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The ids of the live sequences, ascending."""
+        return tuple(sorted(self.now.lengths))
 
     @property
     def free(self) -> int:
@@ -74,15 +69,15 @@ class SharedLayout(ABC):
     @property
     def unfinished(self) -> Mapping[int, int]:
         """The sequences whose newest step was placed but not finished, and where it started."""
-        return dict(self._unfinished)
+        return dict(self.now.unfinished)
 
     def position(self, sequence: int) -> int:
         """Positions that a sequence holds: its next token's. Raises `UnknownSequenceError`."""
         # True equals 1 as a key, and is no id.
-        length = None if isinstance(sequence, bool) else self._length(sequence)
+        length = self.now.lengths.get(sequence) if type(sequence) is int else None
         if length is None:
             raise UnknownSequenceError(
-                f"there is no sequence {sequence!r}; it was removed or never made. "
+                f"there is no sequence {shortened(sequence)}; it was removed or never made. "
                 f"Live: {_listed(self.sequences)}"
             )
         return length
@@ -97,37 +92,35 @@ class SharedLayout(ABC):
         sequence with an unfinished step), `UnknownSequenceError`, `CapacityError` or
         `PositionError`, and then the earlier declaration stands.
         """
+        lengths = self.now.lengths
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}
         spans: list[StepSpan] = []
-        numbers: list[int] = []
-        for item in request:
-            sequence, tokens = _checked_span(item)
-            if sequence not in ends:
-                ends[sequence] = starts[sequence] = self.position(sequence)
-            position = ends[sequence]
-            spans.append(StepSpan(sequence, len(numbers), tokens, position))
+        total = 0
+        for sequence, tokens in _checked_spans(request):
+            position = ends.get(sequence)
+            if position is None:
+                position = lengths.get(sequence)
+                if position is None:
+                    position = self.position(sequence)
+                starts[sequence] = position
+            spans.append(StepSpan(sequence, total, tokens, position))
             ends[sequence] = position + tokens
+            total += tokens
+        self._admit(total, ends)
+        numbers: list[int] = []
+        for _, _, tokens, position in spans:
             numbers.extend(range(position, position + tokens))
-        step = DeclaredStep(tuple(spans), len(numbers), tuple(numbers), starts)
-        self._admit(step, ends)
+        step = DeclaredStep(tuple(spans), total, tuple(numbers), starts, ends)
         if positions is not None:
-            self.check_positions(step, positions)
-        self.declared = step
-        self.placed = None
-        self._has_moved = False
+            self.check_positions(step, _integers(positions))
+        self.now = self.now._replace(declared=step, placed=None, has_moved=False)
         return step
 
     def next_placement(self, positions: Sequence[int] | None = None) -> DeclaredStep:
         """What `place_step` would answer now; raises what it would raise, changes nothing."""
-        step = self.declared
-        if step is not None:
-            if positions is not None:
-                self.check_positions(step, positions)
-            if self._has_moved:
-                self._check_still_fits(step)
-            return step
-        step = self.placed
+        now = self.now
+        step = now.declared or now.placed
         if step is None:
             raise StepError(
                 "no step is declared, or a verb has dropped the one that ran; "
@@ -135,6 +128,8 @@ class SharedLayout(ABC):
             )
         if positions is not None:
             self.check_positions(step, positions)
+        if now.declared is not None and now.has_moved:
+            self._check_still_fits(step)
         return step
 
     def place_step(self, positions: Sequence[int] | None = None) -> DeclaredStep:
@@ -144,29 +139,39 @@ class SharedLayout(ABC):
         `PositionError` when the positions are not the declared ones.
         """
         step = self.next_placement(positions)
-        if step is self.declared:
+        now = self.now
+        if step is now.declared:
             self._claim(step)
-            self.declared = None
-            self.placed = step
-            self._unfinished.update(step.starts)
+            self.now = now._replace(
+                lengths=now.lengths | step.ends,
+                unfinished={**now.unfinished, **step.starts},
+                declared=None,
+                placed=step,
+            )
+            self._is_torn = False
         return step
 
     def finish_step(self) -> None:
         """Record that every layer has written the placed step."""
-        if self.placed is not None:
-            for sequence in self.placed.starts:
-                self._unfinished.pop(sequence, None)
+        now = self.now
+        if now.placed is not None:
+            unfinished, kept = dict(now.unfinished), dict(now.kept)
+            for sequence in now.placed.starts:
+                unfinished.pop(sequence, None)
+                kept.pop(sequence, None)
+            self.now = now._replace(unfinished=unfinished, kept=kept)
 
     def retract_declaration(self) -> None:
         """Forget a declared step that was not placed."""
-        self.declared = None
+        self.now = self.now._replace(declared=None)
 
     def check_finished(self, purpose: str) -> None:
         """Raise `StepError` while the newest step of some sequence is unfinished."""
-        if self._unfinished:
+        unfinished = self.now.unfinished
+        if unfinished:
             raise StepError(
                 f"cannot {purpose}: the newest step of sequences "
-                f"{', '.join(map(str, self._unfinished))} was not finished; abandon_step first"
+                f"{', '.join(map(str, unfinished))} was not finished; abandon_step first"
             )
 
     def fork_length(self, sequence: int, up_to: int | None) -> int:
@@ -175,13 +180,14 @@ class SharedLayout(ABC):
         wanted = length if up_to is None else up_to
         if not is_integer(wanted, 0, length):
             raise RewindError(
-                f"cannot fork sequence {sequence} up to {wanted!r}: it holds {length} positions; "
-                f"give 0 to {length}, or leave up_to out for all of them"
+                f"cannot fork sequence {sequence} up to {shortened(wanted)}: it holds {length} "
+                f"positions; give 0 to {length}, or leave up_to out for all of them"
             )
-        if wanted > self._unfinished.get(sequence, wanted):
+        start = self.now.unfinished.get(sequence, wanted)
+        if wanted > start:
             raise StepError(
                 f"cannot fork sequence {sequence} up to {wanted}: its newest step was not "
-                f"finished; rewind it to {self._unfinished[sequence]} first"
+                f"finished; rewind it to {start} first"
             )
         return wanted
 
@@ -189,49 +195,37 @@ class SharedLayout(ABC):
         """Raise unless `rewind(sequence, position)` is possible, as far as this layout knows."""
         length = self.position(sequence)
         if not is_integer(position):
-            raise RewindError(f"a rewind needs an integer position, got {position!r}")
+            raise RewindError(f"a rewind needs an integer position, got {shortened(position)}")
         if not 0 <= position <= length:
             raise RewindError(
                 f"cannot rewind sequence {sequence} to {position}: it holds {length} positions, "
-                f"so 0 to {length} can be asked for"
+                f"so 0 to {length} can be asked for",
+                nearest=max(0, min(position, length)),
             )
-        if position > self._unfinished.get(sequence, position):
+        start = self.now.unfinished.get(sequence, position)
+        if position > start:
             raise StepError(
                 f"cannot rewind sequence {sequence} to {position}: its newest step was not "
-                f"finished; rewind it to {self._unfinished[sequence]} or less"
+                f"finished; rewind it to {start} or less"
             )
 
     def _lowest_unused_id(self) -> int:
-        if self._returned_ids:
-            return heapq.heappop(self._returned_ids)
-        self._next_id += 1
-        return self._next_id - 1
+        live = self.now.lengths
+        return next(identity for identity in count() if identity not in live)
 
-    def _return_id(self, sequence: int) -> None:
-        self._unfinished.pop(sequence, None)
-        heapq.heappush(self._returned_ids, sequence)
-
-    def _rewound(self, sequence: int) -> None:
-        self._unfinished.pop(sequence, None)
-        self._dropped()
-
-    def _dropped(self) -> None:
-        """A verb changes the sequences: the placement goes, a declaration may be out of date."""
-        self.placed = None
-        self._has_moved = True
-
-    def _admit(self, step: DeclaredStep, ends: Mapping[int, int]) -> None:
-        if not step.tokens:
+    def _admit(self, tokens: int, ends: Mapping[int, int]) -> None:
+        if not tokens:
             raise StepError("a step needs at least one token; leave the step out instead")
-        for sequence in step.starts:
-            if sequence in self._unfinished:
+        unfinished = self.now.unfinished
+        for sequence in ends:
+            if sequence in unfinished:
                 raise StepError(
                     f"the newest step of sequence {sequence} was not finished by every layer; "
-                    f"abandon_step, or rewind it to {self._unfinished[sequence]}, or remove it"
+                    f"abandon_step, or rewind it to {unfinished[sequence]}, or remove it"
                 )
-        if step.tokens > self.free:
+        if tokens > self.free:
             raise CapacityError(
-                f"a step of {step.tokens} tokens does not fit: {self.used} of {self.capacity} "
+                f"a step of {tokens} tokens does not fit: {self.used} of {self.capacity} "
                 f"positions are used and {self.free} are free; remove or rewind sequences, "
                 "or make the cache with a larger capacity"
             )
@@ -262,8 +256,8 @@ class SharedLayout(ABC):
 
     def _check_still_fits(self, step: DeclaredStep) -> None:
         for sequence, start in step.starts.items():
-            now = self._length(sequence)
-            if now != start or sequence in self._unfinished:
+            now = self.now.lengths.get(sequence)
+            if now != start or sequence in self.now.unfinished:
                 stands = "is gone" if now is None else f"stands at {now}"
                 raise StepError(
                     f"the declared step continues sequence {sequence} at {start}, "
@@ -283,16 +277,38 @@ def _listed(sequences: Sequence[int]) -> str:
     return f"{shown}, ... ({len(sequences)} in all)" if len(sequences) > 16 else shown
 
 
-def _checked_span(item: object) -> tuple[int, int]:
-    """A span of a request whose form is right. Raises `StepError`."""
-    if not isinstance(item, tuple | list) or len(item) != 2:
+def _integers(positions: object) -> list[int]:
+    """Positions as ints. Raises `PositionError` for what is no list of integers."""
+    try:
+        given = list(positions)  # type: ignore[call-overload]
+        if not any(isinstance(each, bool) for each in given):
+            return [index(each) for each in given]
+    except (TypeError, ValueError):
+        pass
+    raise PositionError(
+        f"the positions of a step are one integer for each token, got {shortened(positions)}"
+    )
+
+
+def _checked_spans(request: object) -> list[tuple[int, int]]:
+    """The spans of a request whose form is right. Raises `StepError`."""
+    if not isinstance(request, Sequence) or isinstance(request, str | bytes):
         raise StepError(
-            f"a step is a list of (sequence id, number of tokens), got {item!r} in it; "
+            f"a step is a list of (sequence id, number of tokens), got {shortened(request)}; "
             "spans_of_tokens makes one from a sequence id for each token"
         )
-    sequence, tokens = item
-    if type(sequence) is not int or type(tokens) is not int or tokens < 1:
-        raise StepError(
-            f"each span of a step is a sequence id and a number of tokens >= 1, got {item!r}"
-        )
-    return sequence, tokens
+    spans = []
+    for item in request:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise StepError(
+                f"a step is a list of (sequence id, number of tokens), got {shortened(item)} in "
+                "it; spans_of_tokens makes one from a sequence id for each token"
+            )
+        sequence, tokens = item
+        if type(sequence) is not int or type(tokens) is not int or tokens < 1:
+            raise StepError(
+                "each span of a step is a sequence id and a number of tokens >= 1, got "
+                f"{shortened(item)}"
+            )
+        spans.append((sequence, tokens))
+    return spans

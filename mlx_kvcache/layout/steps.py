@@ -29,13 +29,15 @@ class DeclaredStep:
     """A step of `tokens` tokens that was checked as a whole.
 
     spans: in token order; a sequence may have several, which continue each other.
-    positions: the position of each token. starts: for each sequence, its position before the step.
+    positions: the position of each token. starts, ends: for each sequence, its position before and
+    after the step.
     """
 
     spans: tuple[StepSpan, ...]
     tokens: int
     positions: tuple[int, ...]
     starts: dict[int, int]
+    ends: dict[int, int]
 
     @property
     def sequences(self) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.cache import batched as batched_cache
-from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.cache.batched import BatchedStep, MLXBatchedSequenceCache
 from mlx_kvcache.cache.sequence import MLXSequenceCache
+from mlx_kvcache.facts.geometry import LayerPolicy
 from mlx_kvcache.layout.batched import BatchedLayout
 from mlx_kvcache.layout.sequence import SequenceLayout
 from tests.support.many_sequences_driver import Driver
@@ -63,48 +63,49 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("masks are asked for after the rows were written")
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = MLXBatchedSequenceCache._ask_masks
+    original = BatchedStep.masks
 
-    def ask(self: MLXBatchedSequenceCache, layer: int) -> Any:
-        self._masks.clear()
-        return original(self, layer)
+    def write(self: MLXBatchedSequenceCache, step: BatchedStep, layer: int, *rows: Any) -> None:
+        step._masks.clear()
+        parts = zip(step.layers[layer], *map(step.split, rows), strict=True)
+        held = [own.update_and_fetch(*each) for own, *each in parts]
+        step.answers = layer, held, original(step, layer, self.geometry.layers[layer].policy)
 
-    patch.setattr(MLXBatchedSequenceCache, "_ask_masks", ask)
+    patch.setattr(MLXBatchedSequenceCache, "_write", write)
 
 
 @bug("every sequence gets the first one's mask")
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = MLXBatchedSequenceCache._ask_masks
+    original = BatchedStep.masks
 
-    def ask(self: MLXBatchedSequenceCache, layer: int) -> Any:
-        masks = original(self, layer)
-        return [masks[0]] * len(masks)
+    def masks(self: BatchedStep, layer: int, policy: LayerPolicy) -> Any:
+        held = original(self, layer, policy)
+        return [held[0]] * len(held)
 
-    patch.setattr(MLXBatchedSequenceCache, "_ask_masks", ask)
+    patch.setattr(BatchedStep, "masks", masks)
 
 
 @bug("sequences get each other's tokens")
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = batched_cache._Spans.split
+    original = BatchedStep.split
 
     def split(self: Any, array: mx.array) -> list[mx.array]:
         parts = original(self, array)
         alike = [part.shape == parts[0].shape for part in parts]
         return parts[::-1] if all(alike) else parts
 
-    patch.setattr(batched_cache._Spans, "split", split)
+    patch.setattr(BatchedStep, "split", split)
 
 
 @bug("answers are joined sequence by sequence")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        batched_cache._Spans, "join", lambda _, parts: mx.concatenate(list(parts), axis=2)
-    )
+    patch.setattr(BatchedStep, "join", lambda _, parts: mx.concatenate(list(parts), axis=2))
 
 
 @bug("any position can be rewound to")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SequenceLayout, "check_rewind", lambda *_: None)
+    patch.setattr(BatchedLayout, "rewind_floor", lambda *_: 0)
 
 
 @bug("a rewind lowers the high water")
@@ -120,13 +121,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a fork forgets the high water")
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = BatchedLayout.add
+    original = BatchedLayout.add_fork
 
-    def add(self: BatchedLayout, member: SequenceLayout) -> int:
-        member._high_water = member._length
+    def add_fork(self: BatchedLayout[MLXSequenceCache], member: MLXSequenceCache) -> int:
+        member.layout._high_water = member.layout._length
         return original(self, member)
 
-    patch.setattr(BatchedLayout, "add", add)
+    patch.setattr(BatchedLayout, "add_fork", add_fork)
 
 
 @bug("a rewind does not reach the layers")
@@ -136,7 +137,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("forks cost no capacity")
 def _(patch: pytest.MonkeyPatch) -> None:
-    used = property(lambda self: max((m.length for m in self._members.values()), default=0))
+    used = property(lambda self: max(self.now.lengths.values(), default=0))
     patch.setattr(BatchedLayout, "used", used)
 
 

@@ -98,7 +98,7 @@ def test_a_placed_step_takes_its_capacity_before_it_is_written() -> None:
     a, b = cache.new(), cache.new()
     cache.declare_step([(a, 3)])
     cache.make_mask(0)
-    assert (cache.used, cache.position(a)) == (3, 0)
+    assert (cache.used, cache.position(a)) == (3, 3)
     with pytest.raises(CapacityError):
         cache.declare_step([(b, 2)])
     cache.abandon_step()
@@ -117,7 +117,7 @@ def test_a_refused_declaration_leaves_the_previous_one_standing() -> None:
         (PositionError, [(a, 2)], [0, 2]),
     ):
         run.refused(error, lambda s=spans, p=positions: run.cache.declare_step(s, p))
-        assert run.cache.layout.declared is step
+        assert run.cache.layout.now.declared is step
     run.run(step, run.layers)
     run.check()
 
@@ -209,15 +209,20 @@ def test_an_interrupted_step_can_be_taken_back() -> None:
     for sequence, length in before.items():
         del run.truth[sequence][length:]
     run.check()
-    # Three tokens are more than a wrapped ring of two spare rows can give back.
+    # Three tokens overwrite more than a wrapped ring of two spare rows can give back: it is kept.
+    highs = dict(run.high_water)
     step = run.declare([(a, 1), (b, 3)])
     run.run(step, [0, 1])
-    run.refused(RewindError, cache.abandon_step)
-    with pytest.raises(RewindError, match=f"^sequence {b}: cannot rewind"):
-        cache.abandon_step()
-    run.remove(b)
+    assert cache.rewind_floor(b) == highs[b] - 2 == before[b]
     cache.abandon_step()
-    del run.truth[a][before[a] :]
+    for sequence, length in before.items():
+        del run.truth[sequence][length:]
+    run.high_water[b] = highs[b]
+    run.check()
+    # Once the step is finished, nothing is kept of it.
+    run.step([(a, 1), (b, 3)])
+    with pytest.raises(RewindError, match=f"cannot go back to {before[b]} in sequence {b}"):
+        cache.rewind(b, before[b])
     run.check()
     run.step([(a, 2)])
 

@@ -177,7 +177,7 @@ def test_a_declaration_is_the_gate() -> None:
     for error, spans, positions in bad:
         with pytest.raises(error):
             layout.declare_step(spans, positions)  # type: ignore[arg-type]
-        assert layout.declared is standing
+        assert layout.now.declared is standing
     assert layout.place_step() is standing
     layout.finish_step()
     assert layout.used == 3
@@ -191,7 +191,7 @@ def test_one_declaration_authorises_one_placement() -> None:
     step = layout.declare_step([(a, 2)])
     with pytest.raises(PositionError):
         layout.place_step([0, 2])
-    assert layout.declared is step
+    assert layout.now.declared is step
     layout.place_step([0, 1])
     for _ in range(3):
         assert layout.place_step() is step
@@ -206,7 +206,7 @@ def test_a_verb_drops_the_placement_and_is_no_declaration(verb: str) -> None:
     layout = CellLayout(10)
     a, b = layout.new(), layout.new()
     place(layout, (a, 2), (b, 1))
-    assert layout.place_step() is layout.placed
+    assert layout.place_step() is layout.now.placed
     if verb == "fork":
         layout.fork(a)
     elif verb == "remove":

@@ -84,7 +84,7 @@ def snapshot(engine: Engine) -> Mapping[str, Any]:
         "active": engine.active,
         "waiting": engine.waiting,
         "free": engine.free,
-        "declared": cache.layout.declared,
+        "declared": cache.layout.now.declared,
         "unfinished": dict(cache.unfinished),
         "bytes": cache.nbytes,
     }

@@ -353,11 +353,8 @@ def observe(cache: MLXCellCache | MLXBatchedSequenceCache) -> tuple[Any, ...]:
         cache.free,
         cache.nbytes,
         dict(cache.unfinished),
-        layout.declared,
-        layout.placed,
+        layout.now._replace(members={}, kept=dict.fromkeys(layout.now.kept)),
         [cache.position(sequence) for sequence in cache.sequences],
-        sorted(layout._returned_ids),
-        layout._next_id,
         [raw(array) for array in cache.state],
     ]
     if isinstance(cache, MLXCellCache):

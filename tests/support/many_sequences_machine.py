@@ -196,6 +196,7 @@ class SharedMachine(RuleBasedStateMachine):
             return
         step = run.declare(spans)
         count = data.draw(st.integers(1, len(run.windows) - 1), label="layers")
+        highs = dict(run.high_water)
         run.run(step, range(count))
         assert run.cache.unfinished == step.starts
         broken = step.sequences[0]
@@ -205,21 +206,22 @@ class SharedMachine(RuleBasedStateMachine):
         run.refused(StepError, lambda: run.cache.rewind(broken, start + 1))
         if isinstance(run.cache, MLXCellCache):
             run.refused(StepError, run.cache.defragment)
-        lost = [s for s, at in step.starts.items() if not run.reachable(s, at)]
-        if lost and repair != "remove":
-            run.refused(RewindError, run.cache.abandon_step)
-            self.met["a ring that cannot be put back"] += 1
+        # Such rings were kept, and with them the high water.
+        kept = {s: highs[s] for s, at in step.starts.items() if not run.reachable(s, at)}
+        self.met["a ring that was kept"] += bool(kept) and repair != "remove"
         for sequence, position in step.starts.items():
-            if sequence in lost or repair == "remove":
+            if repair == "remove":
                 run.remove(sequence)
             elif repair == "rewind":
                 run.rewind(sequence, position)
         run.cache.abandon_step()
         if repair == "abandon":
-            for sequence in set(step.starts) - set(lost):
-                del run.truth[sequence][step.starts[sequence] :]
-                if not step.starts[sequence]:
+            for sequence, position in step.starts.items():
+                del run.truth[sequence][position:]
+                if not position:
                     run.high_water[sequence] = 0
+        if repair != "remove":
+            run.high_water.update(kept)
         assert not run.cache.unfinished
         self.met[f"interrupted, {repair}"] += 1
         run.refused(StepError, lambda: self.attend(0, step.tokens))
