@@ -11,6 +11,7 @@ import pytest
 
 from mlx_kvcache.errors import GeometryError, ModelNotFoundError, UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry, ModelLayer
+from tests.support.tiny_models import all_families
 
 Config = dict[str, Any]
 
@@ -91,17 +92,59 @@ def test_full_layers_may_have_a_head_dim_and_heads_of_their_own() -> None:
     assert rows(geometry(**fields, attention_k_eq_v=True))[1] == (0, 2, 32, 32)
 
 
-@pytest.mark.parametrize("key", ["1", 1])
+@pytest.mark.parametrize("key", ["1", "01", "001", 1])
 def test_a_transformers_object_says_the_same_per_layer(key: object) -> None:
-    override = {key: {"head_dim": 32, "num_key_value_heads": 4}}
-    assert rows(geometry(head_dim=16, per_layer_config=override)) == [
-        (0, 2, 16, 16),
-        (0, 4, 32, 32),
-        (0, 2, 16, 16),
-        (0, 2, 16, 16),
-    ]
-    with pytest.raises(GeometryError, match=r"'1'.*per_layer_config.*got 32"):
+    override = {key: {"head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 9}}
+    one = [(0, 2, 16, 16), (0, 4, 32, 32), (0, 2, 16, 16), (0, 2, 16, 16)]
+    assert rows(geometry(head_dim=16, per_layer_config=override)) == one
+    for model_type in ("llama", "gemma4_text", "brand_new"):
+        fields = {"model_type": model_type, "layer_types": [FULL] * 4, "head_dim": 16}
+        fields["global_head_dim"] = 16
+        assert rows(geometry(**fields, per_layer_config=override)) == one
+    with pytest.raises(GeometryError, match=r"'0*1'.*per_layer_config.*got 32"):
         geometry(per_layer_config={key: 32})
+
+
+def test_windows_of_single_layers() -> None:
+    fields = {"layer_types": [SLIDING, FULL, SLIDING, SLIDING], "sliding_window": 5}
+    override = {"02": {"sliding_window": 9}, "1": {"sliding_window": None}}
+    assert geometry(**fields, per_layer_config=override).windows == (5, 0, 9, 5)
+    assert geometry(**fields, per_layer_config={1: {"sliding_window": 7}}).windows == (5, 0, 5, 5)
+    with pytest.raises(GeometryError, match=r"sliding_window.*that 'layer_types' call sliding"):
+        geometry(per_layer_config={1: {"sliding_window": 7}})
+    with pytest.raises(GeometryError, match=r"sliding_window.*that 'layer_types' call sliding"):
+        geometry(**fields, per_layer_config={0: {"sliding_window": None}})
+
+
+def test_what_a_layer_that_shares_says_is_its_owners_business() -> None:
+    fields = {"num_kv_shared_layers": 1, "per_layer_config": {"3": {"head_dim": 32}}}
+    assert rows(geometry(**fields)) == rows(geometry(num_kv_shared_layers=1))
+    fields["per_layer_config"] = {"2": {"head_dim": 32}}
+    assert rows(geometry(**fields))[2] == (0, 2, 32, 32)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "mimo_v2_flash", "nanbeige"])
+def test_fields_of_single_layers_are_read_or_refused(family: str) -> None:
+    made = all_families()[family]
+    with pytest.raises(UnknownLayerTypeError, match=r"per_layer_config\[0\].*head_dim"):
+        CacheGeometry.from_hf({**made, "per_layer_config": {"0": {"head_dim": 96}}})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"4": {}}, "keyed by layers, 0 to 3, once; got '4'"),
+        ({"-1": {}}, "keyed by layers, 0 to 3, once; got '-1'"),
+        ({"one": {}}, "keyed by layers, 0 to 3, once; got 'one'"),
+        ({"1": {}, "01": {}}, "keyed by layers, 0 to 3, once; got '01'"),
+        ({"1": {"head_dim": 0}}, "head_dim.*integer >= 1; got 0"),
+        ({"1": {"kv_lora_rank": 16}}, "'kv_lora_rank' of its own .16."),
+        ([{"head_dim": 3}], "per_layer_config.*an object"),
+    ],
+)
+def test_malformed_fields_of_single_layers_are_refused(override: object, message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        geometry(per_layer_config=override)
 
 
 # Windows

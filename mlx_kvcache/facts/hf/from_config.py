@@ -15,6 +15,8 @@ from mlx_kvcache.errors import GeometryError, ModelNotFoundError
 from mlx_kvcache.facts.checks import shortened
 from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES, Family
 from mlx_kvcache.facts.hf.fields import Fields
+from mlx_kvcache.facts.hf.layer_overrides import with_layer_overrides
+from mlx_kvcache.facts.hf.layer_stack import Rule
 from mlx_kvcache.facts.hf.unlisted_rule import unlisted
 from mlx_kvcache.facts.hf.wrappers import WRAPPERS, Wrapper
 from mlx_kvcache.facts.layers import LayerMap
@@ -34,8 +36,12 @@ def layers_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -> 
         model_type = _model_type(text)
         family, values = _family(model_type, text), text
     if family is None:
-        return unlisted(Fields(values, model_type or "a config without model_type"))
-    return family.rule(Fields(values, model_type, family.names, family.defaults))
+        return _ruled(unlisted, Fields(values, model_type or "a config without model_type"))
+    return _ruled(family.rule, Fields(values, model_type, family.names, family.defaults))
+
+
+def _ruled(rule: Rule, fields: Fields) -> LayerMap:
+    return with_layer_overrides(fields, rule(fields))
 
 
 def read_config(config: Mapping[str, Any] | str | PathLike[str] | object) -> Mapping[str, Any]:
@@ -108,7 +114,7 @@ def _wrapped(model_type: str, wrapper: Wrapper, values: Mapping[str, Any]) -> La
         family = wrapper.by_text_type.get(_model_type(values), family)
         model_type = f"{model_type}.text_config"
     defaults = {**family.defaults, **wrapper.defaults}
-    return family.rule(Fields(values, model_type, family.names, defaults))
+    return _ruled(family.rule, Fields(values, model_type, family.names, defaults))
 
 
 def _is_text_part(model_type: str, values: Mapping[str, Any]) -> bool:
