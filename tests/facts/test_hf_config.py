@@ -257,7 +257,24 @@ def test_an_unknown_layer_type_is_refused_by_name(name: str) -> None:
         ("num_loops", 2),
         ("use_cla", True),
         ("multi_query", True),
-        ("is_encoder_decoder", True),
+        ("num_key_value_heads_per_layer", [2, 2, 1, 1]),
+        ("cross_attention_layers", [1]),
+        ("num_attention_groups", 2),
+        ("attn_type_list", [1, 0]),
+        ("attention_window", 8),
+        ("window_size", 8),
+        ("attn_config", {"kv_n_heads": 2}),
+        ("attention_type", "block_sparse"),
+        ("is_causal", True),
+        ("ssm_cfg", {"d_state": 16}),
+        ("local_attention", 8),
+        ("share_kv_every", 2),
+        ("num_first_full_attention_layers", 2),
+        ("type_vocab_size", 2),
+        ("patch_size", 16),
+        ("add_cross_attention", True),
+        ("mask_token_id", 4),
+        ("xlstm_chunk", 4),
     ],
 )
 def test_an_unknown_family_with_another_kind_of_memory_is_refused(name: str, value: object) -> None:
@@ -265,6 +282,63 @@ def test_an_unknown_family_with_another_kind_of_memory_is_refused(name: str, val
         geometry(**{name: value, "model_type": "brand_new"})
     # A field that is there but says nothing does not count.
     assert len(geometry(**{name: None, "model_type": "brand_new"}).layers) == 4
+
+
+def test_fields_that_change_no_cache_are_not_in_the_way() -> None:
+    harmless = {
+        "attention_bias": True,
+        "attention_dropout": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+        "attn_implementation": "sdpa",
+        "attn_logit_softcapping": 50.0,
+        "query_pre_attn_scalar": 256,
+        "use_qk_norm": True,
+        "num_local_experts": 8,
+        "shared_expert_intermediate_size": 64,
+        "n_group": 8,
+        "decoder_sparse_step": 1,
+        "rope_local_base_freq": 10000.0,
+        "image_token_index": 7,
+        "chunk_size_feed_forward": 3,
+        "use_cache": True,
+        "auto_map": {"AutoModel": "modeling.Model"},
+    }
+    assert geometry(**harmless, model_type="brand_new") == geometry()
+
+
+@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "brand_new_encoder", "my_vision"])
+def test_encoders_are_refused(model_type: str) -> None:
+    with pytest.raises(UnknownLayerTypeError, match="attends to both sides"):
+        geometry(model_type=model_type)
+    assert geometry(model_type="my_vision_text") == geometry()
+    with pytest.raises(UnknownLayerTypeError, match=r"brand_new is an encoder.*ForMaskedLM"):
+        geometry(model_type="brand_new", architectures=["BrandNewForMaskedLM"])
+
+
+@pytest.mark.parametrize("family", ["brand_new", "llama", "gemma3_text"])
+def test_models_that_look_ahead_are_refused(family: str) -> None:
+    fields = {"model_type": family, "head_dim": 8, "sliding_window": 5}
+    for value in (True, "all"):
+        with pytest.raises(UnknownLayerTypeError, match="attends to both sides"):
+            geometry(**fields, use_bidirectional_attention=value)
+    assert geometry(**fields, use_bidirectional_attention=False) == geometry(**fields)
+    with pytest.raises(UnknownLayerTypeError, match="an encoder and a decoder"):
+        geometry(**fields, is_encoder_decoder=True)
+    outer = {"model_type": "outer", "is_encoder_decoder": True, "text_config": config(**fields)}
+    with pytest.raises(UnknownLayerTypeError, match="outer is an encoder and a decoder"):
+        CacheGeometry.from_hf(outer)
+
+
+def test_layers_before_max_window_layers_attend_to_everything() -> None:
+    fields = {"model_type": "brand_new", "sliding_window": 5, "use_sliding_window": True}
+    assert geometry(**fields, max_window_layers=3).windows == (0, 0, 0, 5)
+    assert geometry(**fields, max_window_layers=0).windows == (5, 5, 5, 5)
+    assert geometry(**fields, max_window_layers=9).windows == (0, 0, 0, 0)
+    fields["use_sliding_window"] = False
+    assert geometry(**fields, max_window_layers=3).windows == (0, 0, 0, 0)
+    fields["use_sliding_window"] = None
+    with pytest.raises(GeometryError, match=r"use_sliding_window.*beside 'max_window_layers'"):
+        geometry(**fields, max_window_layers=3)
 
 
 BAD_INTEGERS = [0, -3, "8", 2.0, True, [8]]
@@ -417,6 +491,19 @@ def test_a_config_object_is_read(kind: type[ConfigObject]) -> None:
 def test_the_text_part_of_a_config_object_is_read(kind: type[ConfigObject]) -> None:
     outer = kind({"model_type": "brand_new"}, ConfigObject(config(sliding_window=3)))
     assert CacheGeometry.from_hf(outer) == geometry(sliding_window=3)
+
+
+@pytest.mark.parametrize("model_type", ["colqwen2", "qwen2_5_omni", "qwen3_omni_moe"])
+def test_a_config_nested_twice_is_read_as_an_object_and_as_a_dict(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    made = AutoConfig.for_model(model_type)
+    found = CacheGeometry.from_hf(made.to_dict())
+    assert found == CacheGeometry.from_hf(made)
+    assert len(found.layers) == made.get_text_config().num_hidden_layers
+    part = "vlm_config" if model_type == "colqwen2" else "thinker_config"
+    with pytest.raises(GeometryError, match=f"'{part}' of {model_type} must be an object"):
+        CacheGeometry.from_hf({"model_type": model_type, part: [1]})
 
 
 def test_a_config_object_that_cannot_say_which_part_is_text_is_refused() -> None:

@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mlx_kvcache.errors import GeometryError, ModelNotFoundError
+from mlx_kvcache.errors import GeometryError, ModelNotFoundError, UnknownLayerTypeError
 from mlx_kvcache.facts.checks import shortened
 from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES, Family
 from mlx_kvcache.facts.hf.fields import Fields
@@ -21,18 +21,26 @@ from mlx_kvcache.facts.hf.unlisted_rule import unlisted
 from mlx_kvcache.facts.hf.wrappers import WRAPPERS, Wrapper
 from mlx_kvcache.facts.layers import LayerMap
 
+#: Where models of several parts have the one that holds their text model.
+WRAPPED_PARTS = ("thinker_config", "vlm_config")
+
 
 def layers_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -> LayerMap:
     """What `CacheGeometry.from_hf` answers: the caches that mlx-lm makes for the model."""
     values = read_config(config)
     model_type = _model_type(values)
+    _refuse_encoder_decoder(model_type, values)
     wrapper = WRAPPERS.get(model_type)
     if wrapper is not None:
         return _wrapped(model_type, wrapper, values)
     family = _family(model_type, values)
     text = values.get("text_config")
+    if family is None and text is None:
+        for name in WRAPPED_PARTS:
+            if values.get(name) is not None:
+                return layers_from_hf(_section(model_type, name, values[name]))
     if family is None and text is not None:
-        text = _text_section(model_type, text)
+        text = _section(model_type, "text_config", text)
         model_type = _model_type(text)
         family, values = _family(model_type, text), text
     if family is None:
@@ -41,6 +49,11 @@ def layers_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -> 
 
 
 def _ruled(rule: Rule, fields: Fields) -> LayerMap:
+    if fields.raw("use_bidirectional_attention") in (True, "all"):
+        raise UnknownLayerTypeError(
+            f"{fields.family} attends to both sides ('use_bidirectional_attention'): what a token "
+            "sees changes with the tokens after it, so that its keys and values can't be kept"
+        )
     return with_layer_overrides(fields, rule(fields))
 
 
@@ -110,7 +123,7 @@ def _as_mapping(config: object) -> Mapping[str, Any]:
 def _wrapped(model_type: str, wrapper: Wrapper, values: Mapping[str, Any]) -> LayerMap:
     family, text = wrapper.family, values.get("text_config")
     if text is not None or (wrapper.nested and not _is_text_part(model_type, values)):
-        values = _text_section(model_type, text)
+        values = _section(model_type, "text_config", text)
         family = wrapper.by_text_type.get(_model_type(values), family)
         model_type = f"{model_type}.text_config"
     defaults = {**family.defaults, **wrapper.defaults}
@@ -122,10 +135,19 @@ def _is_text_part(model_type: str, values: Mapping[str, Any]) -> bool:
     return model_type in FAMILIES and "num_hidden_layers" in values
 
 
-def _text_section(model_type: str, text: object) -> Mapping[str, Any]:
-    if not isinstance(text, Mapping):
-        raise Fields({}, model_type).error("text_config", text, "an object: the text model")
-    return text
+def _section(model_type: str, name: str, part: object) -> Mapping[str, Any]:
+    if not isinstance(part, Mapping):
+        raise Fields({}, model_type).error(name, part, "an object: the text model")
+    return part
+
+
+def _refuse_encoder_decoder(model_type: str, values: Mapping[str, Any]) -> None:
+    if values.get("is_encoder_decoder"):
+        raise UnknownLayerTypeError(
+            f"{model_type or 'a config without model_type'} is an encoder and a decoder "
+            "('is_encoder_decoder'): its layers also keep the encoder's keys and values, which no "
+            "cache layer describes. Use the framework's own cache for it"
+        )
 
 
 def _model_type(values: Mapping[str, Any]) -> str:
