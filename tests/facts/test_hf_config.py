@@ -561,12 +561,13 @@ def test_wrapped_config_objects_of_transformers() -> None:
     assert rows(made) == [(5, 4, 16, 16), (0, 2, 32, 32)] * 2
     nested = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "sliding_window": 5}
     text = {"model_type": "ministral3", **nested}
-    # The wrapper decides, as mlx-lm's does, though its text part alone would slide.
-    assert CacheGeometry.from_hf(AutoConfig.for_model("mistral3", text_config=text)).windows == (
-        (0,) * 4
-    )
+    wrapped = AutoConfig.for_model("mistral3", text_config=text)
     alone = AutoConfig.for_model("ministral3", **nested)
+    assert CacheGeometry.from_hf(wrapped).windows == (5, 0, 5, 0)
     assert CacheGeometry.from_hf(alone).windows == (5, 0, 5, 0)
+    # In mlx-lm the wrapper decides, though its text part alone would slide.
+    assert CacheGeometry.of_mlx_lm(wrapped).windows == (0,) * 4
+    assert CacheGeometry.of_mlx_lm(alone).windows == (5, 0, 5, 0)
 
 
 # Families
@@ -668,23 +669,92 @@ def test_layers_that_only_compute_own_nothing() -> None:
 
 def test_chunked_attention_is_a_ring_of_one_chunk() -> None:
     text = config(head_dim=8, attention_chunk_size=16)
-    made = CacheGeometry.from_hf({"model_type": "llama4", "text_config": text})
-    assert made.windows == (16, 16, 16, 0)
+    wrapped = {"model_type": "llama4", "text_config": text}
+    for made in (CacheGeometry.from_hf(wrapped), CacheGeometry.of_mlx_lm(wrapped)):
+        assert made.windows == (16, 16, 16, 0)
+    # The layers with a rotary embedding; mlx-lm knows only the usual order.
+    text["no_rope_layers"] = [1, 0, 1, 0]
+    assert CacheGeometry.from_hf(wrapped).windows == (16, 0, 16, 0)
+    text["no_rope_layers"] = [1, 0]
+    with pytest.raises(GeometryError, match=r"no_rope_layers.*a list of 4"):
+        CacheGeometry.from_hf(wrapped)
+    text["no_rope_layers"] = None
     text["attention_chunk_size"] = None
+    assert CacheGeometry.from_hf(wrapped).windows == (0, 0, 0, 0)
     with pytest.raises(GeometryError, match="attention_chunk_size"):
-        CacheGeometry.from_hf({"model_type": "llama4", "text_config": text})
+        CacheGeometry.of_mlx_lm(wrapped)
 
 
-def test_mistral3_gives_flat_caches_to_a_text_model_that_slides() -> None:
+@pytest.mark.parametrize("wrapper", ["mistral3", "llava", "pixtral"])
+def test_a_wrapper_of_any_text_model_attends_as_that_does(wrapper: str) -> None:
     text = config(model_type="ministral3", layer_types=[SLIDING, FULL] * 2, sliding_window=5)
+    wrapped = {"model_type": wrapper, "text_config": text}
     assert CacheGeometry.from_hf(text).windows == (5, 0, 5, 0)
-    made = CacheGeometry.from_hf({"model_type": "mistral3", "text_config": text})
-    assert made.windows == (0, 0, 0, 0)
+    assert CacheGeometry.from_hf(wrapped).windows == (5, 0, 5, 0)
+    assert CacheGeometry.of_mlx_lm(wrapped).windows == (0, 0, 0, 0)
+    text["model_type"] = "brand_new"
+    assert CacheGeometry.from_hf(wrapped).windows == (5, 0, 5, 0)
+    text["kv_lora_rank"] = 3
+    with pytest.raises(UnknownLayerTypeError, match="kv_lora_rank"):
+        CacheGeometry.from_hf(wrapped)
 
 
-def test_families_whose_windows_mlx_lm_does_not_cache_by_are_flat() -> None:
-    for model_type in ("mistral", "qwen2", "mixtral", "phi3", "starcoder2"):
-        assert geometry(model_type=model_type, sliding_window=5).windows == (0, 0, 0, 0)
+ON = {"sliding_window": 5, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "attended"),
+    [
+        *((name, {"sliding_window": 5}, (5, 5, 5, 5)) for name in ("mistral", "mixtral", "phi3")),
+        *((name, {"sliding_window": 5}, (5, 5, 5, 5)) for name in ("starcoder2", "phimoe")),
+        *((name, {"sliding_window": None}, (0, 0, 0, 0)) for name in ("mistral", "phi3")),
+        ("ministral3", {"sliding_window": 5}, (5, 5, 5, 5)),
+        ("mistral", {"sliding_window": 5, "layer_types": [SLIDING, FULL] * 2}, (5, 0, 5, 0)),
+        *((name, {**ON, "max_window_layers": 1}, (0, 5, 5, 5)) for name in ("qwen2", "qwen3")),
+        *((name, {**ON, "max_window_layers": 1}, (0, 5, 5, 5)) for name in ("qwen2_vl",)),
+        *((name, ON, (0, 0, 0, 0)) for name in ("qwen2", "qwen3", "qwen2_5_vl")),
+        *((name, {"sliding_window": 5}, (0, 0, 0, 0)) for name in ("qwen2", "qwen3", "qwen3_moe")),
+        ("qwen2", {**ON, "use_sliding_window": False, "max_window_layers": 1}, (0, 0, 0, 0)),
+        ("qwen2", {"layer_types": [FULL, SLIDING] * 2, "sliding_window": 5}, (0, 5, 0, 5)),
+        ("qwen2_moe", ON, (5, 0, 5, 0)),
+        ("qwen2_moe", {**ON, "max_window_layers": 1}, (5, 0, 0, 0)),
+        ("qwen3_moe", ON, (5, 5, 5, 5)),
+        ("dots1", {"sliding_window": 5}, (0, 0, 0, 0)),
+        ("dots1", {"sliding_window": 5, "max_window_layers": 3}, (0, 0, 0, 5)),
+        ("dots1", {"max_window_layers": 3}, (0, 0, 0, 4096)),
+        ("gemma2", {"sliding_window": 5}, (5, 0, 5, 0)),
+        ("gemma2", {}, (4096, 0, 4096, 0)),
+        ("smollm3", {"sliding_window": 5}, (0, 0, 0, 0)),
+        ("smollm3", ON, (0, 0, 0, 5)),
+        ("smollm3", {**ON, "no_rope_layers": [1, 0, 0, 1]}, (0, 5, 5, 0)),
+        ("llama4_text", {"attention_chunk_size": 16}, (16, 16, 16, 0)),
+        ("llama4_text", {}, (8192, 8192, 8192, 0)),
+    ],
+)
+def test_windows_that_mlx_lm_does_not_cache_by(
+    model_type: str, fields: Config, attended: tuple[int, ...]
+) -> None:
+    made = config(model_type=model_type, head_dim=8, **fields)
+    assert CacheGeometry.from_hf(made).windows == attended
+    kept = CacheGeometry.of_mlx_lm(made)
+    if "layer_types" in fields and model_type == "mistral":
+        assert kept.windows == attended
+    else:
+        assert kept.windows == (0, 0, 0, 0)
+
+
+def test_mimo_v2_flash_sees_one_position_more_than_its_window_size() -> None:
+    made = all_families()["mimo_v2_flash"]
+    size, pattern = made["sliding_window_size"], made["hybrid_layer_pattern"]
+    windows = tuple((size + 1) * slides for slides in pattern)
+    assert CacheGeometry.from_hf(made).windows == windows
+    assert CacheGeometry.of_mlx_lm(made).windows == tuple(size * slides for slides in pattern)
+    # The standard field, where both are there, is the same number.
+    assert CacheGeometry.from_hf({**made, "sliding_window": size}).windows == windows
+    # As transformers saves it: layer_types, and a window that counts the query.
+    saved = config(model_type="mimo_v2_flash", head_dim=24, v_head_dim=16)
+    saved |= {"layer_types": [FULL, SLIDING] * 2, "sliding_window": 129}
+    assert rows(CacheGeometry.from_hf(saved)) == [(0, 2, 24, 16), (129, 4, 24, 16)] * 2
 
 
 def test_gemma4_drops_as_many_layers_as_mlx_lm_does() -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from mlx_kvcache.errors import GeometryError, ModelNotFoundError, UnknownLayerTypeError
 from mlx_kvcache.facts.checks import shortened
+from mlx_kvcache.facts.hf.attended import ATTENDED_FAMILIES, ATTENDED_WRAPPERS
 from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES, Family
 from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.layer_overrides import with_layer_overrides
@@ -25,24 +27,42 @@ from mlx_kvcache.facts.layers import LayerMap
 WRAPPED_PARTS = ("thinker_config", "vlm_config")
 
 
-def layers_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -> LayerMap:
-    """What `CacheGeometry.from_hf` answers: the caches that mlx-lm makes for the model."""
+@dataclass(frozen=True)
+class Tables:
+    """Whose answer it is: a family for each model_type, and the wrappers around text models."""
+
+    families: Mapping[str, Family]
+    wrappers: Mapping[str, Wrapper]
+
+
+#: What the model attends.
+ATTENDED = Tables(ATTENDED_FAMILIES, ATTENDED_WRAPPERS)
+#: What mlx-lm's caches of the model keep.
+KEPT_BY_MLX_LM = Tables(
+    {**FAMILIES, **{name: FAMILIES[family] for name, family in ALIASES.items()}}, WRAPPERS
+)
+
+
+def layers_from_hf(
+    config: Mapping[str, Any] | str | PathLike[str] | object, tables: Tables = ATTENDED
+) -> LayerMap:
+    """What `CacheGeometry.from_hf` and `of_mlx_lm` answer, each from tables of its own."""
     values = read_config(config)
     model_type = _model_type(values)
     _refuse_encoder_decoder(model_type, values)
-    wrapper = WRAPPERS.get(model_type)
+    wrapper = tables.wrappers.get(model_type)
     if wrapper is not None:
         return _wrapped(model_type, wrapper, values)
-    family = _family(model_type, values)
+    family = _family(tables, model_type, values)
     text = values.get("text_config")
     if family is None and text is None:
         for name in WRAPPED_PARTS:
             if values.get(name) is not None:
-                return layers_from_hf(_section(model_type, name, values[name]))
+                return layers_from_hf(_section(model_type, name, values[name]), tables)
     if family is None and text is not None:
         text = _section(model_type, "text_config", text)
         model_type = _model_type(text)
-        family, values = _family(model_type, text), text
+        family, values = _family(tables, model_type, text), text
     if family is None:
         return _ruled(unlisted, Fields(values, model_type or "a config without model_type"))
     return _ruled(family.rule, Fields(values, model_type, family.names, family.defaults))
@@ -161,7 +181,7 @@ def _model_type(values: Mapping[str, Any]) -> str:
     return model_type
 
 
-def _family(model_type: str, values: Mapping[str, Any]) -> Family | None:
+def _family(tables: Tables, model_type: str, values: Mapping[str, Any]) -> Family | None:
     listed = values.get("architectures")
     if isinstance(listed, str):
         listed = (listed,)
@@ -170,4 +190,4 @@ def _family(model_type: str, values: Mapping[str, Any]) -> Family | None:
         special = ARCHITECTURES.get((model_type, architecture))
         if special is not None:
             return FAMILIES[special]
-    return FAMILIES.get(ALIASES.get(model_type, model_type))
+    return tables.families.get(model_type)
