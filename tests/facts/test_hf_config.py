@@ -301,6 +301,11 @@ def test_fields_that_change_no_cache_are_not_in_the_way() -> None:
         "image_token_index": 7,
         "chunk_size_feed_forward": 3,
         "use_cache": True,
+        "parallel_attn": True,
+        "clip_qkv": 8,
+        "use_flash_attention_2": True,
+        "mtp_layer_types": [FULL],
+        "_attn_implementation_autoset": True,
         "auto_map": {"AutoModel": "modeling.Model"},
     }
     assert geometry(**harmless, model_type="brand_new") == geometry()

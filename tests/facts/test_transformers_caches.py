@@ -177,7 +177,7 @@ def layer_classes() -> dict[str, str]:
             if names == ["DYNAMIC_LAYER_TYPE_MAPPING"]:
                 pairs = zip(node.value.keys, node.value.values, strict=True)
                 return {
-                    key.value: value.id
+                    str(key.value): value.id
                     for key, value in pairs
                     if isinstance(key, ast.Constant) and isinstance(value, ast.Name)
                 }

@@ -60,7 +60,8 @@ _HARMLESS = re.compile(
     r"|n_group|topk_group|n_shared_head_experts|decoder_sparse_step|cache_implementation"
     r"|chunk_size_feed_forward|chunk_size_lm_head|tie_\w+|max_position_embeddings"
     r"|num_(dense|nextn_predict|mtp)_layers|hidden_size_per_layer_input|vocab_size_per_layer_input"
-    r"|use_linear_bias|linear_bias|gradient_checkpointing\w*|image_token_index|embed_scale"
+    r"|parallel_attn|use_parallel_\w+|clip_qkv|\w*flash_att\w*|\w*softmax_in_fp32|mtp_\w+"
+    r"|scale_attn_\w+|reorder_and_upcast_attn|use_linear_bias|linear_bias|gradient_checkpointing\w*|image_token_index|embed_scale"
 )
 
 #: Model types of encoders, by what their names contain: they attend to both sides.
