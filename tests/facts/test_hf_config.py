@@ -762,13 +762,39 @@ def test_mimo_v2_flash_sees_one_position_more_than_its_window_size() -> None:
     assert rows(CacheGeometry.from_hf(saved)) == [(0, 2, 24, 16), (129, 4, 24, 16)] * 2
 
 
-def test_gemma4_drops_as_many_layers_as_mlx_lm_does() -> None:
+def test_absent_fields_of_gemma4_mean_other_things_to_mlx_lm() -> None:
     fields = {"model_type": "gemma4_text", "head_dim": 8}
     for count, owned in ((4, 4), (20, 20), (25, 5)):
         # An absent field means 20 to mlx-lm, which needs more layers than that.
-        made = geometry(**fields, num_hidden_layers=count)
-        assert len(made.layers) == owned
-    assert len(geometry(**fields, num_hidden_layers=25, num_kv_shared_layers=0).layers) == 25
+        made = config(**fields, num_hidden_layers=count)
+        assert len(CacheGeometry.of_mlx_lm(made).layers) == owned
+        assert len(CacheGeometry.from_hf(made).layers) == count
+        for verb in (CacheGeometry.of_mlx_lm, CacheGeometry.from_hf):
+            assert len(verb({**made, "num_kv_shared_layers": 0}).layers) == count
+    made = config(**fields, num_hidden_layers=14, sliding_window=5)
+    assert CacheGeometry.from_hf(made).windows == ((5,) * 5 + (0,)) * 2 + (5, 0)
+    assert CacheGeometry.of_mlx_lm(made).windows == ((5,) * 4 + (0,)) * 2 + (5,) * 4
+    made["sliding_window_pattern"] = 2
+    assert CacheGeometry.from_hf(made) == CacheGeometry.of_mlx_lm(made)
+
+
+def test_gemma3n_has_to_say_how_many_layers_share() -> None:
+    fields = {"model_type": "gemma3n_text", "head_dim": 8, "sliding_window": 5}
+    fields["layer_types"] = [SLIDING, FULL, SLIDING, FULL]
+    for none in (0, None):
+        assert len(geometry(**fields, num_kv_shared_layers=none).layers) == 4
+    assert len(geometry(**fields, num_kv_shared_layers=1).layers) == 3
+    with pytest.raises(GeometryError, match=r"'num_kv_shared_layers' of gemma3n.*missing"):
+        geometry(**fields)
+
+
+@pytest.mark.parametrize("model_type", ["afmoe", "exaone_moe", "muse_spark_text"])
+def test_layer_types_that_neither_side_can_do_without(model_type: str) -> None:
+    fields = {"model_type": model_type, "head_dim": 8, "sliding_window": 5}
+    for verb in (CacheGeometry.of_mlx_lm, CacheGeometry.from_hf):
+        assert verb(config(**fields, layer_types=[SLIDING, FULL] * 2)).windows == (5, 0, 5, 0)
+        with pytest.raises(GeometryError, match=f"'layer_types' of {model_type}.*missing"):
+            verb(config(**fields))
 
 
 def test_a_renamed_field_is_read_and_named() -> None:

@@ -1,7 +1,7 @@
-"""Families whose models attend to less than mlx-lm's caches keep: what they attend, by their model.
+"""Families whose models attend to other rows than mlx-lm's caches keep, by their models.
 
-mlx-lm gives these flat caches, whatever windows the config sets, and some of them attend to all of
-it. The orders here are those of transformers' model files, with their defaults.
+mlx-lm gives most of these flat caches, whatever windows the config sets, and attends to all of it.
+The orders here are those of transformers' model files, with their defaults.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mlx_kvcache.facts.hf import row_shapes as row
 from mlx_kvcache.facts.hf.attention_rules import mimo_v2_flash
 from mlx_kvcache.facts.hf.families import ALIASES, FAMILIES, Family
 from mlx_kvcache.facts.hf.fields import Fields
+from mlx_kvcache.facts.hf.layer_map_rules import gemma4
 from mlx_kvcache.facts.hf.layer_stack import one_cache_a_layer
 from mlx_kvcache.facts.hf.layer_types import (
     ATTENTION,
@@ -106,6 +107,18 @@ def _llama4_kinds(fields: Fields) -> tuple[MemoryKind, ...]:
     )
 
 
+def _gemma4(fields: Fields) -> LayerMap:
+    """gemma4: absent fields mean no shared layers, and every sixth layer and the last full."""
+    read: dict[str, Any] = {"num_kv_shared_layers": 0, **fields.values}
+    if not fields.given("layer_types") and not fields.given("sliding_window_pattern"):
+        numbers = range(1, fields.layer_count + 1)
+        is_full = [number % 6 == 0 or number == fields.layer_count for number in numbers]
+        read["layer_types"] = [
+            "full_attention" if full else "sliding_attention" for full in is_full
+        ]
+    return gemma4(replace(fields, values=read))
+
+
 def _mimo_v2_flash(fields: Fields) -> LayerMap:
     """mimo_v2_flash: sliding_window_size counts the positions *before* the query.
 
@@ -162,6 +175,9 @@ ATTENDED: Mapping[str, Family] = {
     "gemma2": _family("gemma2", _gemma2_kinds, row.given, {"sliding_window": 4096}),
     "smollm3": _family("smollm3", _smollm3_kinds, row.either, _NO_ROPE),
     "llama4_text": _family("llama4_text", _llama4_kinds, row.given, _CHUNKED),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"), replace(FAMILIES["gemma4_text"], rule=_gemma4)
+    ),
     "mimo_v2_flash": Family(_mimo_v2_flash),
 }
 
@@ -181,5 +197,6 @@ ATTENDED_WRAPPERS: Mapping[str, Wrapper] = {
     **dict.fromkeys(("llava", "mistral3"), _ANY_TEXT),
     "pixtral": replace(_ANY_TEXT, defaults=WRAPPERS["pixtral"].defaults),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), Wrapper(ATTENDED["qwen2"], nested=False)),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), Wrapper(ATTENDED["gemma4_text"])),
     "llama4": Wrapper(_family("llama4", _llama4_kinds, row.either, _CHUNKED)),
 }
