@@ -275,6 +275,11 @@ def test_an_unknown_layer_type_is_refused_by_name(name: str) -> None:
         ("add_cross_attention", True),
         ("mask_token_id", 4),
         ("xlstm_chunk", 4),
+        ("useMQA", True),
+        ("qk_rope_head_dim", 64),
+        ("token_mixer", "hyena"),
+        ("use_yoco", True),
+        ("layer_config", [{}]),
     ],
 )
 def test_an_unknown_family_with_another_kind_of_memory_is_refused(name: str, value: object) -> None:

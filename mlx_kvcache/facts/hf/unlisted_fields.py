@@ -38,7 +38,9 @@ _BEARING = re.compile(
     r"|recurr|ssm|mamba|conv|linear|rwkv|lstm|lru|retention|delta|(^|_)gla($|_)|state|time_step"
     r"|sparse|index|indices|idx|compress|loop|block|cache|memor|segment|stride|dilat|period"
     r"|interval|frequency|per_layer|_layers|_layer_ids|depth|bucket|hash|(^|_)lsh($|_)|relative"
-    r"|patch|image_size|type_vocab|channels|mask_token"
+    r"|patch|image_size|type_vocab|channels|mask_token|(^|_)mla($|_)|rnn|yoco|hyena|landmark|ngram"
+    r"|mixer|_types$|^types$|^layers$|layer_configs?$|(^|_)att_|attend|value_(size|dim)|shift"
+    r"|(^|_)rings?($|_)|sink_(size|tokens)|mqa|gqa|mem_len|same_length|lookback|horizon"
 )
 
 #: Fields of layers that keep a state: fine where layer_types says which layers those are.
@@ -52,21 +54,22 @@ _STATE = re.compile(
 _HARMLESS = re.compile(
     r".*(dropout(_prob)?|pdrop|drop_rate|_bias|norm|softcap\w*|softcapping|initializer\w*|init_std)"
     r"|.*(norm_eps\w*|norm_type|init_values?|multiplier|_scale|scale_factor|_scalar|loss\w*)"
-    r"|.*(expert|moe|mlp|ffn|intermediate|rope|rotary|partial_rotary|embedding_rank).*"
+    r"|(?!.*(window|kv|head|lora)).*(expert|moe|mlp|ffn|intermediate|rope|rotary).*|embedding_rank"
     r"|(?!mask_token).*_tokens?_(id|ids|index|indices|index_ids|indexes)|_?attn_implementation\w*"
     r"|.*(gate|gating|gated)|attn_temperature_tuning|attention_(in|out)_bias"
-    r"|is_decoder|num_beam_groups|encoder_no_repeat_ngram_size"
+    r"|is_decoder|num_beam_groups|(encoder_)?no_repeat_ngram_size"
     r"|output_attentions|output_hidden_states|reshape_hidden_states|use_cache|return_dict"
     r"|n_group|topk_group|n_shared_head_experts|decoder_sparse_step|cache_implementation"
-    r"|chunk_size_feed_forward|chunk_size_lm_head|tie_\w+|max_position_embeddings"
+    r"|chunk_size_feed_forward|chunk_size_lm_head|tie_(encoder_decoder|lm_head\w*)|max_position_embeddings"
     r"|num_(dense|nextn_predict|mtp)_layers|hidden_size_per_layer_input|vocab_size_per_layer_input"
     r"|parallel_attn|use_parallel_\w+|clip_qkv|\w*flash_att\w*|\w*softmax_in_fp32|mtp_\w+"
-    r"|scale_attn_\w+|reorder_and_upcast_attn|use_linear_bias|linear_bias|gradient_checkpointing\w*|image_token_index|embed_scale"
+    r"|scale_attn_\w+|reorder_and_upcast_attn|use_linear_bias|linear_bias"
+    r"|gradient_checkpointing\w*|embed_scale"
 )
 
 #: Model types of encoders, by what their names contain: they attend to both sides.
 _ENCODER_TYPE = re.compile(
-    r"bert|encoder(?!_decoder)|(vision|audio)(?!.*_text$)|clip|electra|siglip|dino|embedding|esm"
+    r"bert|encoder(?!_decoder)|(vision|audio)(?!.*_text$)|clip|electra|siglip|dino|embedding|(^|_)esm"
     r"|(^|_)(di|bei|dei)?vit($|_)|aimv2|flava|groupvit|owlv|videoprism|privacy_filter"
     r"|t5_?gemma"
 )
@@ -80,7 +83,7 @@ def bearing_fields(values: Mapping[str, Any], keeps_states: bool) -> Iterator[st
     layers with a state, so that fields of those are understood.
     """
     for name in sorted(name for name, value in values.items() if isinstance(name, str) and value):
-        if name in READ or not _BEARING.search(name):
+        if name in READ or not _BEARING.search(name.lower()):
             continue
         if keeps_states and _STATE.fullmatch(name):
             continue
