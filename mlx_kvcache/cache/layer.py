@@ -46,6 +46,9 @@ class SequenceLayer:
         "store",
     )
 
+    #: Whether the window that a model names when it asks for a mask narrows the layer's own.
+    heeds_model_window = True
+
     def __init__(
         self,
         index: int,
@@ -180,7 +183,8 @@ class SequenceLayer:
         the next update answers with. `window_size` narrows the layer's own window. Raises
         `PositionError` for less than one token, `ConfigError` for a negative window.
         """
-        return self._steps.mask(self.offset, N, window_size or 0, return_array)
+        window = window_size or 0 if self.heeds_model_window else 0
+        return self._steps.mask(self.offset, N, window, return_array)
 
     def mask_at(self, position: int, tokens: int) -> Mask:
         """The mask of a step of `tokens` at `position`, be it the next one or the newest one."""

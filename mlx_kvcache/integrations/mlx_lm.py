@@ -18,7 +18,6 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, trim_prompt_cache
 
 from mlx_kvcache.cache.layer import SequenceLayer
-from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
 from mlx_kvcache.cache.snapshot import Snapshot
 from mlx_kvcache.errors import GeometryError, RewindError, SnapshotError
@@ -98,16 +97,7 @@ class RewindowedLayer(MLXLMLayer):
     """A layer whose window is not the model's: what it keeps is what is attended."""
 
     __slots__ = ()
-
-    def make_mask(
-        self,
-        N: int,  # noqa: N803 (mlx-lm passes it by this name)
-        return_array: bool = False,
-        window_size: int | None = None,
-    ) -> Mask:
-        """The mask for the next N tokens, whatever window the model names."""
-        del window_size
-        return super().make_mask(N, return_array)
+    heeds_model_window = False
 
 
 def _tokens_to_trim() -> int | None:

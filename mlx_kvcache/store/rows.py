@@ -227,17 +227,17 @@ def _written(buffer: mx.array, placement: Placement, rows: mx.array) -> mx.array
     runs, starts, cells, after_read = placement
     if cells is not None:
         return cell_scatter(buffer, rows.astype(buffer.dtype), cells)
-    if after_read or _wraps(runs, buffer.shape[2]):
-        skipped = rows.shape[2] - sum(run.length for run in runs)
-        rows = rows[:, :, skipped:] if skipped else rows
-        return ring_write(buffer, rows.astype(buffer.dtype), runs[0].start, shared=after_read)
-    if len(runs) == 1:
+    if len(runs) == 1 and not after_read:
         # Rows that the step itself pushes out of a ring come first.
         skipped = rows.shape[2] - runs[0].length
         rows = rows[:, :, skipped:] if skipped else rows
         if isinstance(starts[0], mx.array):
             return slice_update(buffer, rows, starts[0], ROW_AXIS)
         return write_rows(buffer, rows, starts[0])
+    if after_read or _wraps(runs, buffer.shape[2]):
+        skipped = rows.shape[2] - sum(run.length for run in runs)
+        rows = rows[:, :, skipped:] if skipped else rows
+        return ring_write(buffer, rows.astype(buffer.dtype), runs[0].start, shared=after_read)
     row = 0
     for run, start in zip(runs, starts, strict=True):
         buffer = write_rows(buffer, rows[:, :, row : row + run.length], start)
