@@ -16,7 +16,8 @@ from tests.support.command_lines import run_app
 LIMITS = {
     "drop-in, a decode step": (4, 16),
     "drop-in, a decode step of a wrapped ring": (4, 14),
-    "engine, a decode step (cell)": (8, 95),
+    "engine, a decode step (cell)": (8, 90),
+    "engine, a decode step (batched)": (11, 122),
 }
 
 
