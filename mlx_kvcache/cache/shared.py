@@ -90,7 +90,7 @@ class MLXSharedCache(SharedAttention[Layout, Running]):
     def abandon_step(self) -> None:
         """Take back the step that is declared or was not finished.
 
-        Its sequences stand where they stood before it. Also completes a rewind that was interrupted.
+        Its sequences stand where they stood before it. Completes a rewind that was interrupted.
         """
         layout = self._settled()
         layout.retract_declaration()
