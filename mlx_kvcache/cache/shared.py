@@ -90,16 +90,11 @@ class MLXSharedCache(SharedAttention[Layout, Running]):
     def abandon_step(self) -> None:
         """Take back the step that is declared or was not finished.
 
-        Its sequences stand where they stood before it. Raises `RewindError`, and changes
-        nothing, when a ring of one of them has overwritten what it would need; remove that
-        sequence, and abandon again.
+        Its sequences stand where they stood before it. Completes a rewind that was interrupted.
         """
         layout = self._settled()
-        unfinished = layout.unfinished
-        for sequence, start in unfinished.items():
-            layout.check_rewind(sequence, start)
         layout.retract_declaration()
-        for sequence, start in unfinished.items():
+        for sequence, start in layout.unfinished.items():
             self.rewind(sequence, start)
 
     def _settled(self) -> Layout:

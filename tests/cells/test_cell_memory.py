@@ -179,3 +179,14 @@ def test_forks_that_come_and_go_leave_nothing() -> None:
             cache.remove(twin)
     assert (cache.used, cache.used_end) == (used, used)
     assert active() - before < MEGABYTE // 4
+
+
+def test_a_declaration_drops_the_masks_of_the_step_before() -> None:
+    cache = make(initial=8192)
+    first, second = session_of(cache, 2048), session_of(cache, 2048)
+    before = active()
+    run(cache, [(first, 1024), (second, 1024)])
+    masks = active() - before
+    assert masks > 2 * 2048 * 4096, "the masks of both windows were to be measured"
+    cache.declare_step([(first, 1)])
+    assert active() - before < MEGABYTE

@@ -150,9 +150,13 @@ def test_an_interrupted_start_feeds_the_prompt_once(monkeypatch, kind):
     assert answers[1] == alone(tiny("llama"), [*prompts[0], *answers[0], *prompts[1]], COUNT)
 
 
+@pytest.mark.parametrize("layers", [1, None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_larger_than_the_spare_rows_is_put_back(monkeypatch, kind):
-    """A step of 8 tokens is interrupted on rings that can go back by one."""
+def test_a_step_beyond_the_spare_rows_is_interrupted(monkeypatch, kind, layers):
+    """A step of 8 tokens on rings that can go back by one, after one layer and after all.
+
+    The rings of a half-done step are kept; a session whose step is done is read again.
+    """
     prompt = prompts_of("gemma3_text", (60,))[0]
     engine = Engine(tiny("gemma3_text"), 200, kind, step_tokens=8, max_active=2, spare=1)
     session = engine.open()
@@ -165,19 +169,23 @@ def test_a_step_larger_than_the_spare_rows_is_put_back(monkeypatch, kind):
         attend = cache_type.attend
 
         def attend_first(cache, layer, *arguments, **choices):
-            if layer:
+            if layer == layers:
                 raise KeyboardInterrupt
             return attend(cache, layer, *arguments, **choices)
 
         with monkeypatch.context() as patch:
             patch.setattr(cache_type, "attend", attend_first)
-            return run(self, cache, tokens)
+            run(self, cache, tokens)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(FlatModel, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    # More than the spare row was overwritten, and is put back all the same.
+    is_lost = kind == "batched" and layers is None
+    assert engine.cache.position(session.sequence) == (48 if is_lost else 40)
     assert not engine.cache.unfinished
-    assert engine.cache.position(session.sequence) == 40
+    if kind == "batched":
+        with pytest.raises(RewindError):
+            engine.cache.rewind(session.sequence, 38)
     assert list(request.stream()) == alone(tiny("gemma3_text"), prompt, COUNT)
