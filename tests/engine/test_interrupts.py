@@ -14,6 +14,7 @@ import pytest
 import mlx_kvcache.engine
 from mlx_kvcache.engine import Engine, Event
 from mlx_kvcache.engine.admission import Admission
+from mlx_kvcache.errors import RewindError
 from mlx_kvcache.integrations.attention import ATTENTION, FlatModel
 from mlx_kvcache.integrations.sampling import Sampling
 from tests.support.engine_runs import KINDS, alone, prompts_of, tiny
