@@ -71,7 +71,7 @@ wheel: $(STAMP) ## Build the wheel, and see that it works in an empty environmen
 	@$(BIN)/python -m build --outdir dist .
 	@$(PYTHON) -m venv build/wheel
 	@build/wheel/bin/python -m pip install -q dist/*.whl
-	@cd / && $(CURDIR)/build/wheel/bin/python -c "from mlx_kvcache import metal_kernels as m; \
+	@cd / && $(CURDIR)/build/wheel/bin/python -c "from mlx_kvcache.store import metal as m; \
 	    print('Metal sources in the wheel:', [k.file for k in m.KERNELS if m.read_source(k.file)])"
 	@cd / && $(CURDIR)/build/wheel/bin/mlx-kvcache --version
 

@@ -4,9 +4,9 @@
 
 For each ring size R and step size T it times both paths of `ring_write` (store/kernels.py), from
 a slot such that the step wraps (one row cannot). It says from which T on the kernel is faster, and
-from which T on the rule by bytes (`kernel_choice`) would take it. GB/s count the bytes that a path
-has to read and to write. Without a Metal GPU only the MLX ops are timed, on the CPU, and the output
-says so.
+from which T on the rule by bytes (`store/choice.py`) would take it. GB/s count the bytes that a
+path has to read and to write. Without a Metal GPU only the MLX ops are timed, on the CPU, and the
+output says so.
 """
 
 from __future__ import annotations

@@ -112,11 +112,11 @@ def engine_step(layers: int, kind: str, requests: int = 2) -> Counter[str]:
 CASES: dict[str, Callable[[int], Counter[str]]] = {
     "drop-in, a decode step": lambda layers: drop_in(layers, [PROMPT, 1], 1),
     "drop-in, a decode step of a wrapped ring": lambda layers: drop_in(
-        layers, [PROMPT, *[1] * 40], 1, windows=[WINDOW], spare=4
+        layers, [PROMPT, *[1] * 40], 1, windows=[WINDOW] * layers, spare=4
     ),
     "drop-in, the first write": lambda layers: drop_in(layers, [], PROMPT),
     "drop-in, a write that wraps a ring": lambda layers: drop_in(
-        layers, [WINDOW], 4, windows=[WINDOW], spare=4
+        layers, [WINDOW], 4, windows=[WINDOW] * layers, spare=4
     ),
     "engine, a decode step (cell)": lambda layers: engine_step(layers, "cell"),
     "engine, a decode step (batched)": lambda layers: engine_step(layers, "batched"),

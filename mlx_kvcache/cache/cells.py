@@ -82,7 +82,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
         """Bytes of the cells that have an owner."""
         return sum(store.nbytes // store.rows * self.used for store in self._stores if store.rows)
 
-    def store(self, layer: int) -> DenseRows:
+    def pool(self, layer: int) -> DenseRows:
         """The rows of one layer, by cell. Raises `LayerIndexError`."""
         self._check_layer(layer)
         self._settled()

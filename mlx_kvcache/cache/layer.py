@@ -8,17 +8,18 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_kvcache.cache.masks import Mask
-from mlx_kvcache.cache.step import PolicySteps, Step
+from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.errors import GeometryError, UpdateDtypeError, UpdateShapeError
 from mlx_kvcache.facts.geometry import LayerGeometry
+from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.sequence import SequenceLayout
-from mlx_kvcache.store.rows import DenseRows, KeysValues, RowView
+from mlx_kvcache.store.rows import DenseRows, KeysValues, RowStore, RowView
 
 
 class LayerState(NamedTuple):
     """What a layer holds at rest: its rows, and the dtypes of the newest update."""
 
-    rows: DenseRows
+    rows: RowStore
     key_dtype: mx.Dtype
     value_dtype: mx.Dtype
 
@@ -45,6 +46,9 @@ class SequenceLayer:
         "store",
     )
 
+    #: Whether the window that a model names when it asks for a mask narrows the layer's own.
+    heeds_model_window = True
+
     def __init__(
         self,
         index: int,
@@ -56,7 +60,7 @@ class SequenceLayer:
         self.index = index
         self.geometry = geometry
         self.offset = 0
-        self.store = DenseRows()
+        self.store: RowStore = DenseRows()
         self._sequence = sequence
         self._steps = steps
         self._storage_dtype = storage_dtype
@@ -91,15 +95,53 @@ class SequenceLayer:
             or keys.shape != self._key_shape
             or values.shape != self._value_shape
         ):
-            return self._update(keys, values)
+            if not self._opens_decode(keys, values):
+                return self._in_callers_dtype(self._write(keys, values))
+            step = self._steps.running
         # The shapes are known, so the rows are allocated and the step's is among them.
         rows = self.store.append(keys, values, step.start, step.stop)
         self.offset = step.end
         self._sequence.unwritten -= 1
         return rows
 
-    def keys_and_values(self) -> KeysValues:
-        """The rows that the newest update of this layer answered with, without another update.
+    def write(self, keys: mx.array, values: mx.array) -> RowView:
+        """Append rows as `update_and_fetch` does; answer what is visible as it lies.
+
+        Raises as `update_and_fetch` does.
+        """
+        if self._opens_decode(keys, values):
+            return RowView.of(*self.update_and_fetch(keys, values))
+        return self._write(keys, values)
+
+    def _opens_decode(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether this is a decode step that the short way serves, open by now."""
+        return (
+            keys.shape == self._key_shape
+            and values.shape == self._value_shape
+            and keys.dtype == self._key_dtype
+            and values.dtype == self._value_dtype
+            and (self.offset == self._steps.running.row_at or self._steps.open_decode(self.offset))
+        )
+
+    def _write(self, keys: mx.array, values: mx.array) -> RowView:
+        self.check(keys, values)
+        steps, store = self._steps, self.store
+        step = steps.open(self.offset, keys.shape[2])
+        self._allocate_for(keys, values)
+        if step.joined:
+            view = store.read_before(step.read, keys, values)
+            store.write(step.placement, keys, values)
+            if self.geometry.shared:
+                steps.joined[self.index] = view
+        else:
+            store.write(step.placement, keys, values)
+            view = store.read(step.read)
+        self.offset = step.end
+        self._sequence.unwritten -= 1
+        return view
+
+    def read_again(self) -> RowView:
+        """What the newest `write` of this layer answered with, without another.
 
         Raises `UpdateShapeError` when nothing has been written yet, and `GeometryError` after a
         step larger than the ring's spare rows when the geometry does not mark this layer shared:
@@ -111,11 +153,23 @@ class SequenceLayer:
                 f"cache layer {self.index} holds no keys and values yet; update it first"
             )
         step = steps.running
-        if step.end == self.offset and step.row_at < 0:
-            return steps.joined.get(self.index) or self._answer(step)
-        if step.end == self.offset and not step.stop:
-            return store.keys, store.values  # type: ignore[return-value]
-        return self._in_callers_dtype(store.read(steps.read_runs(self.offset)))
+        if step.end != self.offset:
+            return store.read(steps.read_runs(self.offset))
+        if step.row_at >= 0:
+            return store.read((Run(0, step.stop or store.rows),))
+        if not step.joined:
+            return store.read(step.read)
+        if self.index not in steps.joined:
+            raise GeometryError(
+                f"cache layer {self.index} is read again after a step of {step.tokens} tokens, "
+                "more than its spare rows, but its geometry says that no other layer shares it; "
+                "set LayerGeometry.shared"
+            )
+        return steps.joined[self.index]
+
+    def keys_and_values(self) -> KeysValues:
+        """The rows that the newest update of this layer answered with. Raises as `read_again`."""
+        return self._in_callers_dtype(self.read_again())
 
     def make_mask(
         self,
@@ -129,7 +183,8 @@ class SequenceLayer:
         the next update answers with. `window_size` narrows the layer's own window. Raises
         `PositionError` for less than one token, `ConfigError` for a negative window.
         """
-        return self._steps.mask(self.offset, N, window_size or 0, return_array)
+        window = window_size or 0 if self.heeds_model_window else 0
+        return self._steps.mask(self.offset, N, window, return_array)
 
     def mask_at(self, position: int, tokens: int) -> Mask:
         """The mask of a step of `tokens` at `position`, be it the next one or the newest one."""
@@ -146,7 +201,7 @@ class SequenceLayer:
     @property
     def keys(self) -> mx.array | None:
         """The buffer of the keys, which may be replaced by the same rows with a dependency."""
-        return self.store.keys
+        return next(iter(self.store.state), None)
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
@@ -155,7 +210,7 @@ class SequenceLayer:
     @property
     def values(self) -> mx.array | None:
         """The buffer of the values; see `keys`."""
-        return self.store.values
+        return next(iter(self.store.state[1:]), None)
 
     @values.setter
     def values(self, array: mx.array) -> None:
@@ -188,6 +243,9 @@ class SequenceLayer:
     def settle(self, position: int) -> None:
         """Stand at `position`, with the rows that the layers of the same policy have by now."""
         self.offset = position
+        if not position:
+            # The next rows may have another dtype, which a decode step would not look for.
+            self._key_shape = self._value_shape = None
         self._steps.forget()
         self.grow(self._steps.rows)
 
@@ -207,46 +265,12 @@ class SequenceLayer:
         self.offset = position
         self._accept(state.key_dtype, state.value_dtype)
 
-    def _update(self, keys: mx.array, values: mx.array) -> KeysValues:
-        steps = self._steps
-        if (
-            keys.shape == self._key_shape
-            and values.shape == self._value_shape
-            and keys.dtype == self._key_dtype
-            and values.dtype == self._value_dtype
-            and steps.open_decode(self.offset)
-        ):
-            return self.update_and_fetch(keys, values)
-        self._check(keys, values)
-        step = steps.open(self.offset, keys.shape[2])
-        self._allocate_for(keys, values)
-        if step.joined:
-            view = self.store.read_before(step.read, keys, values)
-            self.store.write(step.placement, keys, values)
-            answer = self._in_callers_dtype(view)
-            if self.geometry.shared:
-                steps.joined[self.index] = answer
-        else:
-            self.store.write(step.placement, keys, values)
-            answer = self._answer(step)
-        self.offset = step.end
-        self._sequence.unwritten -= 1
-        return answer
-
-    def _answer(self, step: Step) -> KeysValues:
-        if step.joined:
-            raise GeometryError(
-                f"cache layer {self.index} is read again after a step of {step.tokens} tokens, "
-                "more than its spare rows, but its geometry says that no other layer shares it; "
-                "set LayerGeometry.shared"
-            )
-        return self._in_callers_dtype(self.store.read(step.read))
-
     def _in_callers_dtype(self, view: RowView) -> KeysValues:
         keys, values = view.dense()
         return keys.astype(self._key_dtype), values.astype(self._value_dtype)
 
-    def _check(self, keys: mx.array, values: mx.array) -> None:
+    def check(self, keys: mx.array, values: mx.array) -> None:
+        """Raise `UpdateShapeError` or `UpdateDtypeError` unless the layer takes these rows."""
         geometry = self.geometry
         heads = geometry.kv_heads
         for name, array in (("keys", keys), ("values", values)):

@@ -15,16 +15,14 @@ from mlx_kvcache.cache.arguments import (
 )
 from mlx_kvcache.cache.attend import attend_view
 from mlx_kvcache.cache.layer import LayerState, SequenceLayer
-from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.errors import CapacityError, LayerIndexError, PositionError, UpdateShapeError
+from mlx_kvcache.facts.checks import is_integer
 from mlx_kvcache.facts.config import CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
-from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.sequence import SequenceLayout
 from mlx_kvcache.store.choice import bytes_per_token, prefers_array_start
-from mlx_kvcache.store.rows import RowView
 
 KIND = "sequence"
 
@@ -112,11 +110,10 @@ class MLXSequenceCache:
 
     def layer(self, index: int) -> SequenceLayer:
         """The object of one cache layer. Raises `LayerIndexError`."""
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise LayerIndexError(f"a cache layer index is an integer, got {index!r}")
-        if not 0 <= index < len(self.layers):
+        if not is_integer(index, 0, len(self.layers) - 1):
             raise LayerIndexError(
-                f"cache layer {index} does not exist; there are {len(self.layers)}, counted from 0"
+                f"cache layer {index!r} does not exist; there are {len(self.layers)}, counted "
+                "from 0"
             )
         return self.layers[index]
 
@@ -157,45 +154,22 @@ class MLXSequenceCache:
         tokens = queries.shape[2]
         position = target.offset if positions is None else step_start(positions, tokens)
         if position == target.offset:
+            # What refuses the write comes first: a mask settles the order of the rows.
+            target.check(keys, values)
+            self.layout.admit(position, tokens)
             mask = target.mask_at(position, tokens)
-            rows = target.update_and_fetch(keys, values)
+            view = target.write(keys, values)
         elif target.wrote_last(position, tokens):
+            view = target.read_again()
+            _check_batch(target, queries, view.keys)
             mask = target.mask_at(position, tokens)
-            rows = target.keys_and_values()
-            _check_batch(target, queries, rows[0])
         else:
             raise PositionError(
                 f"{tokens} tokens at position {position} do not continue cache layer {layer}, "
                 f"whose next position is {target.offset}, nor are they the step it has just "
                 f"written; continue at {target.offset}, or rewind the cache first"
             )
-        return attend_view(queries, RowView(*rows, (Run(0, rows[0].shape[2]),)), mask, options)
-
-    def update_and_fetch(
-        self, layer: int, keys: mx.array, values: mx.array, position: int | None = None
-    ) -> tuple[mx.array, mx.array]:
-        """Append new rows to one layer and answer the rows that its queries may see.
-
-        keys [B, H, T, key_dim], values [B, H, T, value_dim]. `position`, when given, must be
-        where the layer stands. Raises a typed error, and changes nothing, when the layer, the
-        shapes, the dtype or the position do not fit, or the capacity would be exceeded.
-        """
-        cache_layer = self.layer(layer)
-        if position is not None and position != cache_layer.offset:
-            raise PositionError(
-                f"position {position!r} does not continue cache layer {layer}, whose next "
-                f"position is {cache_layer.offset}; rewind first, or leave the position out"
-            )
-        return cache_layer.update_and_fetch(keys, values)
-
-    def make_mask(
-        self, layer: int, count: int, window: int | None = None, return_array: bool = False
-    ) -> Mask:
-        """The mask of the next `count` tokens for one layer; ask before `update_and_fetch`.
-
-        None, "causal" or a bool array [T, S]. Layers of one policy may share it.
-        """
-        return self.layer(layer).make_mask(count, return_array, window)
+        return attend_view(queries, view, mask, options)
 
     def can_extend(self, count: int = 1) -> bool:
         """Whether `count` more positions fit into the capacity."""
@@ -206,7 +180,7 @@ class MLXSequenceCache:
 
         Raises `CapacityError`, and changes nothing, when `length` exceeds the capacity.
         """
-        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+        if not is_integer(length, 0):
             raise CapacityError(f"a reservation needs a number of positions >= 0, got {length!r}")
         if length > self.capacity:
             raise CapacityError(
@@ -252,7 +226,8 @@ class MLXSequenceCache:
         """
         check_fits(snapshot, KIND, self.geometry, self.config)
         length, high_water, layers = snapshot.held
-        self.layout.restore(length, high_water)
+        # An interrupt leaves layers that do not stand where the sequence does, and are refused.
+        self.layout.clear()
         rows: dict[LayerPolicy, dict[int, int]] = {policy: {} for policy in self._steps}
         for layer, state in zip(self.layers, layers, strict=True):
             layer.restore(state, length)
@@ -260,6 +235,7 @@ class MLXSequenceCache:
                 rows[layer.geometry.policy][layer.index] = layer.rows
         for policy, steps in self._steps.items():
             steps.restore(rows[policy])
+        self.layout.restore(length, high_water)
 
     def fork(self, up_to: int | None = None) -> MLXSequenceCache:
         """A cache that holds the same, up to a position; rows are copied when one is written.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_kvcache.errors import SnapshotError
 from mlx_kvcache.facts.config import CacheConfig
@@ -36,7 +36,9 @@ class Snapshot(Generic[Held]):
     @property
     def nbytes(self) -> int:
         """Bytes of the rows and states, those included that the cache still shares with it."""
-        return sum(array.nbytes for array in distinct([*self.arrays, *_arrays_in(self.states)]))
+        leaves: Any = tree_flatten([*self.arrays, *self.states])
+        held = {id(leaf): leaf for _, leaf in leaves if isinstance(leaf, mx.array)}
+        return sum(array.nbytes for array in held.values())
 
 
 def check_fits(
@@ -55,18 +57,3 @@ def check_fits(
             f"the snapshot was taken from a cache of another {what}; make the cache with the "
             f"{what} of the snapshot, which it holds as `{what}`"
         )
-
-
-def distinct(arrays: Iterable[mx.array]) -> list[mx.array]:
-    """Each array once, however often it is named."""
-    return list({id(array): array for array in arrays}.values())
-
-
-def _arrays_in(value: object) -> list[mx.array]:
-    if isinstance(value, mx.array):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [array for item in value for array in _arrays_in(item)]
-    return []

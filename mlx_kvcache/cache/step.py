@@ -14,7 +14,7 @@ from mlx_kvcache.errors import ConfigError, PositionError
 from mlx_kvcache.layout.ring import RingLayout
 from mlx_kvcache.layout.runs import Run, grown_rows, wrap
 from mlx_kvcache.layout.sequence import SequenceLayout
-from mlx_kvcache.store.rows import KeysValues, Placement
+from mlx_kvcache.store.rows import Placement, RowView
 
 #: No step has this position.
 NO_POSITION = -1
@@ -76,6 +76,7 @@ class PolicySteps:
         "_slot_order",
         "_slot_starts",
         "_templates",
+        "_whole_from",
         "joined",
         "ring_size",
         "rows",
@@ -93,6 +94,7 @@ class PolicySteps:
         self._ring = layout if isinstance(layout, RingLayout) else None
         self.window = self._ring.window if self._ring else 0
         self.ring_size = self._ring.size if self._ring else 0
+        self._whole_from = self._ring.read_whole_from if self._ring else 0
         self._row_limit = self.ring_size or sequence.capacity
         # The layers that have rows, and those that are yet to grow to `rows`.
         self._allocated: set[int] = set()
@@ -100,7 +102,7 @@ class PolicySteps:
         self.rows = self._allocated_rows(min(initial_rows, self._row_limit))
         self.running = NO_STEP
         # Rows answered by a step larger than the ring, by layer: for layers that are read again.
-        self.joined: dict[int, KeysValues] = {}
+        self.joined: dict[int, RowView] = {}
         # Made from numbers of the host, so that they belong to no stream and to no thread.
         self._templates: dict[int, NDArray[np.bool_]] = {}
         self._slot_masks: dict[tuple[int, int], mx.array] = {}
@@ -134,7 +136,7 @@ class PolicySteps:
             and not running.slot_order
         ):
             return self._logical_mask(position, tokens, window, as_array)
-        if tokens == 1 and own and position >= own and window >= 0:
+        if tokens == 1 and own and position >= self._whole_from and window >= 0:
             if position != self._mask_position:
                 self._forget_masks(position)
             self._slot_order.add(1)
@@ -160,13 +162,15 @@ class PolicySteps:
 
         Commits it. Raises `PositionError` or `CapacityError`, and then changes nothing.
         """
-        if not self._array_start or self._behind:
+        if self._behind:
             return False
         end = position + 1
         window = self.window
+        start: int | mx.array | None
         if window and end > window:
             if (
-                self._mask_position != position
+                position < self._whole_from
+                or self._mask_position != position
                 or 1 not in self._slot_order
                 or self.rows < self.ring_size
             ):
@@ -174,7 +178,7 @@ class PolicySteps:
             self._sequence.begin(position, 1)
             stop = 0
             slot = position % self.ring_size
-            start = self._slot_starts.get(slot)
+            start = self._slot_starts.get(slot) if self._array_start else slot
             if start is None:
                 start = self._slot_starts[slot] = mx.array([slot])
         else:
@@ -182,7 +186,9 @@ class PolicySteps:
                 return False
             self._sequence.begin(position, 1)
             stop = end if end < self.rows else 0
-            start = mx.array([position])
+            start = mx.array([position]) if self._array_start else position
+            if self._masks and self._mask_position != position:
+                self._forget_masks(NO_POSITION)
         if self.joined:
             self.joined.clear()
         self.running = Step(position, end, start, stop, position, 1)
@@ -213,7 +219,7 @@ class PolicySteps:
             0,
             position,
             tokens,
-            Placement(plan.write, starts),
+            Placement(plan.write, starts, after_read=plan.joined),
             (Run(0, self.rows),) if slot_order and not plan.joined else plan.read,
             plan.joined,
             slot_order,

@@ -47,7 +47,7 @@ class Generation:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        self.history = TokenHistory(self.cache.sequence)
+        self.history = TokenHistory(self.cache)
 
     @property
     def token_ids(self) -> list[int]:

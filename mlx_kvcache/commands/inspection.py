@@ -71,7 +71,7 @@ class Inspection:
 def inspection(name: str, context: int | None, kv_dtype: str) -> Inspection:
     """Inspect the model of that name at a length of `context` tokens (None: its own).
 
-    Raises what `read_model_config` and `CacheGeometry.from_hf` raise.
+    Raises what `read_model_config` and `CacheGeometry.of_mlx_lm` raise.
     """
     config = read_model_config(name)
     limit = position_limit(config)
@@ -79,7 +79,7 @@ def inspection(name: str, context: int | None, kv_dtype: str) -> Inspection:
     # The capacity that `generate` gives the cache, unless the question goes beyond it.
     capacity = max(limit or MAX_CAPACITY, tokens)
     size = item_size(kv_dtype)
-    geometry = CacheGeometry.from_hf(config)
+    geometry = CacheGeometry.of_mlx_lm(config)
     family = str(config.get("model_type") or "")
     chunked = family in _CHUNKED_FAMILIES
     cache_config = CacheConfig(capacity=capacity, kv_dtype=kv_dtype)

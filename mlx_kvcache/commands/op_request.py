@@ -159,7 +159,11 @@ class OpRequest:
             LayerPolicy.flat(), cache.heads, cache.dim, int(tensors.values.shape[4])
         )
         return cls(
-            CacheGeometry((flat,) * cache.layers).with_windows(options.cache_windows),
+            CacheGeometry((flat,) * cache.layers).with_windows(
+                options.cache_windows * cache.layers
+                if len(options.cache_windows) == 1
+                else options.cache_windows
+            ),
             CacheConfig(cache.capacity, cache.dtype, spare=options.spare),
             tensors,
             steps,

@@ -81,8 +81,8 @@ class RunOptions:
     windows: Annotated[
         str | None,
         flag(
-            "Other windows for the cache layers: one for all (32), or one each (32,32,0); "
-            "0 keeps everything."
+            "Other windows: one for the sliding layers (32), or one for each cache layer "
+            "(32,32,0); 0 keeps and attends to everything."
         ),
     ] = None
 

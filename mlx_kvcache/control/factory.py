@@ -16,6 +16,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mlx_kvcache.control.protocols import Cache
@@ -190,26 +191,22 @@ def _described(value: object) -> str:
     return f"an object of type {type(value).__name__}"
 
 
-def _mlx_sequence(geometry: CacheGeometry, config: CacheConfig) -> Cache:
-    from mlx_kvcache.cache.sequence import MLXSequenceCache
+def _own(module: str, name: str) -> Builder:
+    """A cache class of this package, whose module needs MLX and is imported when one is built."""
 
-    return MLXSequenceCache(geometry, config)
+    def build(geometry: CacheGeometry, config: CacheConfig) -> Cache:
+        made: Cache = getattr(import_module(f"mlx_kvcache.cache.{module}"), name)(geometry, config)
+        return made
 
-
-def _mlx_cell(geometry: CacheGeometry, config: CacheConfig) -> Cache:
-    from mlx_kvcache.cache.cells import MLXCellCache
-
-    return MLXCellCache(geometry, config)
-
-
-def _mlx_batched(geometry: CacheGeometry, config: CacheConfig) -> Cache:
-    from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
-
-    return MLXBatchedSequenceCache(geometry, config)
+    return build
 
 
 #: The factory that sessions use unless they are given another one.
 FACTORY = CacheFactory(
-    {(MLX, SEQUENCE): _mlx_sequence, (MLX, CELL): _mlx_cell, (MLX, BATCHED): _mlx_batched},
+    {
+        (MLX, SEQUENCE): _own("sequence", "MLXSequenceCache"),
+        (MLX, CELL): _own("cells", "MLXCellCache"),
+        (MLX, BATCHED): _own("batched", "MLXBatchedSequenceCache"),
+    },
     ENTRY_POINT_GROUP,
 )

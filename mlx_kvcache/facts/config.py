@@ -6,6 +6,7 @@ before anything is indexed or allocated.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
@@ -46,9 +47,16 @@ class CacheConfig:
     max_write: InitVar[int | None] = None
 
     def __post_init__(self, max_write: int | None) -> None:
-        if max_write is not None:
-            warnings.warn("max_write is called spare now", DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "spare", max_write)
+        if max_write is None:
+            return
+        if self.spare != DEFAULT_SPARE:
+            raise ConfigError(
+                f"spare is {self.spare} and max_write, its former name, {max_write}; give spare"
+            )
+        warnings.warn(
+            "max_write is called spare now", DeprecationWarning, stacklevel=_outside_of_package()
+        )
+        object.__setattr__(self, "spare", max_write)
 
 
 def item_size(kv_dtype: str | None) -> int:
@@ -85,6 +93,15 @@ def validate(geometry: CacheGeometry, config: CacheConfig) -> None:
     if config.max_context is not None:
         _require("max_context", config.max_context, 1, "leave it out for no limit of its own")
     item_size(config.kv_dtype)
+
+
+def _outside_of_package() -> int:
+    """How many frames up, from the caller's, the code begins that is not this package's."""
+    level, frame = 1, sys._getframe(1)
+    package = __name__.partition(".")[0]
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _require(field: str, value: object, minimum: int, remedy: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from mlx_kvcache.facts.hf.from_config import layers_from_hf
+from mlx_kvcache.facts.hf.from_config import KEPT_BY_MLX_LM, layers_from_hf
 from mlx_kvcache.facts.layers import LayerGeometry, LayerMap, LayerPolicy, ModelLayer
 from mlx_kvcache.facts.metadata import layers_from_metadata, metadata_of
 
@@ -25,7 +25,7 @@ class CacheGeometry(LayerMap):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any] | str | PathLike[str] | object) -> CacheGeometry:
-        """The geometry that a Hugging Face config describes.
+        """The geometry that a Hugging Face config describes: what the model attends.
 
         `config` is a transformers config object, the dict of a config.json, or a path to that
         file or to the directory that holds it. Raises `ModelNotFoundError` for a path that leads to
@@ -33,6 +33,16 @@ class CacheGeometry(LayerMap):
         `UnknownLayerTypeError` for a layer type or family without a known rule.
         """
         found = layers_from_hf(config)
+        return cls(found.layers, found.model_layers)
+
+    @classmethod
+    def of_mlx_lm(cls, config: Mapping[str, Any] | str | PathLike[str] | object) -> CacheGeometry:
+        """The geometry of the caches that mlx-lm makes for a config.
+
+        It keeps more than the model attends where mlx-lm ignores a window; docs/model_families.md
+        lists the families. Takes and raises what `from_hf` does.
+        """
+        found = layers_from_hf(config, KEPT_BY_MLX_LM)
         return cls(found.layers, found.model_layers)
 
     def to_metadata(self) -> dict[str, Any]:

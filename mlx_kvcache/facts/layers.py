@@ -152,18 +152,24 @@ class LayerMap:
         return tuple(layer.policy.window for layer in self.layers)
 
     def with_windows(self, windows: Sequence[int]) -> Self:
-        """A copy with other windows: one for each cache layer, or a single one for all.
+        """A copy with other windows: one for each cache layer, or a single one for sliding ones.
 
         0 makes a layer flat. Raises `GeometryError` when the count is neither 1 nor the number of
-        cache layers, or a window is negative. This geometry is left as it is.
+        cache layers, for a single window where no layer slides, or a negative one. This geometry
+        is left as it is.
         """
         given = _as_tuple("windows", windows, int)
-        if len(given) == 1:
-            given = given * len(self.layers)
+        if len(given) == 1 < len(self.layers):
+            if not any(self.windows):
+                raise GeometryError(
+                    "a single window is for the sliding-window layers, and the model has none; "
+                    f"give one for each of the {len(self.layers)} cache layers (0 = flat)"
+                )
+            given = tuple(given[0] if window else 0 for window in self.windows)
         if len(given) != len(self.layers):
             raise GeometryError(
-                f"{len(given)} windows were given for {len(self.layers)} cache layers; "
-                "give one window for each cache layer, or a single one for all (0 = flat)"
+                f"{len(given)} windows were given for {len(self.layers)} cache layers; give one "
+                "window for each cache layer, or a single one for the sliding ones (0 = flat)"
             )
         layers = tuple(
             replace(layer, policy=LayerPolicy.from_window(window))

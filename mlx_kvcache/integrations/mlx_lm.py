@@ -7,18 +7,20 @@ no keys and values (SSM, linear attention, convolution) stay mlx-lm's own state 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import CacheList, trim_prompt_cache
 
 from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
 from mlx_kvcache.cache.snapshot import Snapshot
-from mlx_kvcache.errors import GeometryError, SnapshotError
+from mlx_kvcache.errors import GeometryError, RewindError, SnapshotError
 from mlx_kvcache.facts.config import (
     DEFAULT_INITIAL_CAPACITY,
     DEFAULT_SPARE,
@@ -27,6 +29,10 @@ from mlx_kvcache.facts.config import (
 )
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.integrations.tracing import leaves, trace_geometry
+
+#: Between `trim_prompt_cache` and a layer stand `can_trim_prompt_cache`, a generator, and both of
+#: these again in a `CacheList`.
+_FRAMES_TO_TRIM = 6
 
 
 class MLXLMLayer(SequenceLayer):
@@ -39,12 +45,18 @@ class MLXLMLayer(SequenceLayer):
     __slots__ = ()
 
     def is_trimmable(self) -> bool:
-        """Whether every earlier position can be reached: no ring has overwritten anything.
+        """Whether what the caller is about to trim can be trimmed.
 
-        mlx-lm asks without saying how far it will trim, and some callers then trim any number
-        of tokens. `trim` itself goes as far as the spare rows of the rings allow.
+        mlx-lm puts two questions by this name. Within its `trim_prompt_cache(cache, n)`, which
+        trims nothing after a no, and says nothing either, it is about these n tokens: yes, or
+        `RewindError`. Everybody else (its prompt cache) may then trim any number: yes only where
+        no ring has overwritten anything.
         """
-        return self._sequence.rewind_floor == 0
+        count = _tokens_to_trim()
+        if count is None:
+            return self._sequence.rewind_floor == 0
+        self._sequence.check_rewind(max(0, self.offset - count))
+        return True
 
     def trim(self, n: int) -> int:
         """Forget the newest `n` tokens of this layer (at most all) and answer how many.
@@ -69,7 +81,7 @@ class MLXLMLayer(SequenceLayer):
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None, int]:
         """The arrays that are alive in this layer, and its offset: what mlx-lm evaluates."""
-        return self.store.keys, self.store.values, self.offset
+        return self.keys, self.values, self.offset
 
     @property
     def start_position(self) -> int:
@@ -79,6 +91,29 @@ class MLXLMLayer(SequenceLayer):
 
     def maybe_trim_front(self) -> None:
         """Chunked attention's call to drop old rows; a ring drops them by itself."""
+
+
+class RewindowedLayer(MLXLMLayer):
+    """A layer whose window is not the model's: what it keeps is what is attended."""
+
+    __slots__ = ()
+    heeds_model_window = False
+
+
+def _tokens_to_trim() -> int | None:
+    """The n of the `trim_prompt_cache(cache, n)` that is asking, None when none is.
+
+    mlx-lm hands it to no one before it trims, so it is read off the call itself.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_FRAMES_TO_TRIM):
+        if frame is None:
+            break
+        if frame.f_code is trim_prompt_cache.__code__:
+            count: int = frame.f_locals["num_tokens"]
+            return count
+        frame = frame.f_back
+    return None
 
 
 #: The attributes of the recurrent entries, in their order.
@@ -101,6 +136,27 @@ class PromptCache(list[Any]):
         return [
             leaf for entry in self for leaf in leaves(entry) if not isinstance(leaf, SequenceLayer)
         ]
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        return self.sequence.length
+
+    def rewind(self, position: int) -> None:
+        """Forget every position from `position` on, in all layers.
+
+        Raises `RewindError`, and changes nothing, where the layers cannot go back that far:
+        recurrent ones cannot at all, other than by `restore`.
+        """
+        self._check_rewind(position)
+        self.sequence.rewind(position)
+
+    def _check_rewind(self, position: int) -> None:
+        if position != self.length and self.recurrent:
+            raise RewindError(
+                f"cannot rewind from {self.length} to {position}: the model has recurrent layers, "
+                "whose state holds no positions; restore a snapshot that was taken there"
+            )
 
     def recurrent_states(self) -> RecurrentStates:
         """What the recurrent entries hold now; evaluates and copies nothing."""
@@ -139,8 +195,11 @@ class PromptCache(list[Any]):
         """A cache that holds the same, up to a position, and goes its own way.
 
         The rows are copied when either of the two is written. Raises `PositionError` while a
-        step is unfinished, and what the rewind of `sequence` raises.
+        step is unfinished, and what `rewind` raises.
         """
+        if up_to is not None:
+            self._check_rewind(up_to)
+        mx.eval([entry.state for entry in self.recurrent])
         sequence = self.sequence.fork(up_to)
         pairs = zip(self.sequence.layers, sequence.layers, strict=True)
         twins = {id(layer): twin for layer, twin in pairs}
@@ -165,9 +224,9 @@ def make_prompt_cache(
 ) -> PromptCache:
     """A prompt cache for an mlx-lm model, to be passed as `prompt_cache=` or `cache=`.
 
-    capacity: the most positions it will hold (None: as many as MLX can index). windows: overrides
-    the model's windows, one for each cache layer or a single one for all, 0 = flat. The others
-    are the fields of `CacheConfig`.
+    capacity: the most positions it will hold (None: as many as MLX can index). windows: what is
+    kept and attended instead of the model's windows, one for each cache layer or a single one for
+    the sliding ones, 0 = everything. The others are the fields of `CacheConfig`.
 
     What the model caches is read off one lazy forward pass, of which nothing is evaluated.
     Raises `GeometryError` or `ConfigError`.
@@ -183,7 +242,8 @@ def make_prompt_cache(
         spare=spare,
         max_write=max_write,
     )
-    sequence = MLXSequenceCache(geometry, config, MLXLMLayer)
+    layer_class = MLXLMLayer if windows is None else RewindowedLayer
+    sequence = MLXSequenceCache(geometry, config, layer_class)
     return PromptCache(traced.with_layers(sequence.layers), sequence)
 
 

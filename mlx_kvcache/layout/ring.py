@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from mlx_kvcache.layout.runs import StepPlan, wrap
 
+#: Spare rows that are worth no growth of their own, whatever the window.
+FEW_ROWS = 512
+
 
 @dataclass(frozen=True)
 class RingLayout:
@@ -23,12 +26,21 @@ class RingLayout:
         """Slots of the ring: the last of `spare` new queries still finds its whole window."""
         return self.window + self.spare - 1
 
-    def whole(self, rows: int) -> int:
-        """`rows`, or the whole ring where they hold the window already.
+    @property
+    def read_whole_from(self) -> int:
+        """The position from which on a decode step may read the whole ring, in slot order.
 
-        What is left to add are the few spare rows, which are not worth a copy of their own.
+        Few spare rows are read along with the window as soon as it is full; many are not
+        allocated before the ring wraps.
         """
-        return self.size if rows >= self.window else rows
+        return self.window if self.spare <= max(self.window, FEW_ROWS) else self.size
+
+    def whole(self, rows: int) -> int:
+        """`rows`, or the whole ring where they hold the window already and few are left to add.
+
+        A few spare rows are not worth a copy of their own.
+        """
+        return self.size if rows >= self.read_whole_from else rows
 
     def plan(self, position: int, count: int) -> StepPlan:
         """Write the new rows over the oldest, read the union of the queries' windows."""

@@ -11,6 +11,7 @@ from mlx_kvcache.errors import (
     PositionError,
     RewindError,
 )
+from mlx_kvcache.facts.checks import is_integer
 from mlx_kvcache.facts.geometry import LayerPolicy
 from mlx_kvcache.layout.flat import FlatLayout
 from mlx_kvcache.layout.ring import RingLayout
@@ -161,19 +162,21 @@ class SequenceLayout:
 
     def check_rewind(self, position: int) -> None:
         """Raise `RewindError` unless `rewind(position)` is possible now."""
-        if isinstance(position, bool) or not isinstance(position, int):
+        floor = self.rewind_floor
+        if not is_integer(position):
             raise RewindError(f"a rewind needs an integer position, got {position!r}")
         if not 0 <= position <= self._length:
             raise RewindError(
                 f"cannot rewind to {position}: the sequence holds {self._length} positions, "
-                f"so 0 to {self._length} can be asked for"
+                f"so 0 to {self._length} can be asked for",
+                nearest=self._settled if position > 0 and self._settled >= floor else 0,
             )
         if position > self._settled:
             raise RewindError(
                 f"cannot rewind to {position}: a step was interrupted and some layers hold only "
-                f"{self._settled} positions; rewind to {self._settled} or less, or clear the cache"
+                f"{self._settled} positions; rewind to {self._settled} or less, or clear the cache",
+                nearest=self._settled if self._settled >= floor else 0,
             )
-        floor = self.rewind_floor
         if position != 0 and position < floor:
             raise RewindError(
                 f"cannot rewind from {self._length} to {position}: a sliding-window layer has "

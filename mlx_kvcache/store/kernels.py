@@ -4,7 +4,7 @@ Arrays are [B, H, rows, D]. A ring of R slots holds position p at slot p mod R. 
 returns a new array and leaves its inputs as they were; MLX writes in place when the caller keeps
 no reference to the old array (`ring = ring_write(ring, rows, slot)`).
 
-On a Metal GPU the path that moves fewer bytes is taken (`kernel_choice.cheaper_path`); on a CPU,
+On a Metal GPU the path that moves fewer bytes is taken (`choice.cheaper_path`); on a CPU,
 also the CPU of a Mac, always the ops. The environment variable MLX_KVCACHE_KERNELS (auto, metal,
 ops) forces one. Both paths give the same bits on the same device.
 

@@ -26,12 +26,14 @@ class Placement(NamedTuple):
 
     runs: contiguous rows, in the order of the tokens. When they hold fewer rows than the step has
     tokens, the leading tokens are left out. starts: the starts of the runs, in the form in which
-    they are to be written. cells: int32 [T], single rows in place of the runs.
+    they are to be written. cells: int32 [T], single rows in place of the runs. after_read: whether
+    the rows were just read for the same step, so that MLX would copy them all before the write.
     """
 
     runs: tuple[Run, ...]
     starts: tuple[int | mx.array, ...]
     cells: mx.array | None = None
+    after_read: bool = False
 
 
 class RowView(NamedTuple):
@@ -40,6 +42,11 @@ class RowView(NamedTuple):
     keys: mx.array
     values: mx.array
     runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, keys: mx.array, values: mx.array) -> RowView:
+        """All rows of two arrays."""
+        return cls(keys, values, (Run(0, keys.shape[2]),))
 
     def dense(self) -> KeysValues:
         """The rows as two arrays [B, H, S, D]: views of one run, joined copies of several."""
@@ -50,7 +57,8 @@ class RowStore(Protocol):
     """The keys and values of one cache layer, rows on axis 2.
 
     A store keeps the only references to its buffers: a second one, held anywhere, would turn the
-    next write in place into a copy of all rows.
+    next write in place into a copy of all rows. Both buffers change in one statement, so that an
+    interrupt finds them alike.
     """
 
     @property
@@ -64,6 +72,14 @@ class RowStore(Protocol):
     @property
     def state(self) -> list[mx.array]:
         """Every array that is alive."""
+
+    def allocate(
+        self, key_shape: Shape, value_shape: Shape, key_dtype: mx.Dtype, value_dtype: mx.Dtype
+    ) -> None:
+        """Begin with zero rows of these shapes, in place of whatever was held."""
+
+    def holds(self, batch: int, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> bool:
+        """Whether rows of this batch and these dtypes are stored as they are."""
 
     def append(
         self, keys: mx.array, values: mx.array, start: int | mx.array, stop: int
@@ -90,6 +106,9 @@ class RowStore(Protocol):
 
     def copy(self) -> RowStore:
         """A store of the same rows, which shares them until either is written."""
+
+    def replace(self, name: str, array: mx.array) -> None:
+        """Put an array in the place of the buffer `name`. Raises `UpdateShapeError`."""
 
 
 class DenseRows:
@@ -120,12 +139,10 @@ class DenseRows:
     def allocate(
         self, key_shape: Shape, value_shape: Shape, key_dtype: mx.Dtype, value_dtype: mx.Dtype
     ) -> None:
-        """Begin with zero rows of these shapes, in place of whatever was held."""
-        self.keys = mx.zeros(key_shape, key_dtype)
-        self.values = mx.zeros(value_shape, value_dtype)
+        keys, values = mx.zeros(key_shape, key_dtype), mx.zeros(value_shape, value_dtype)
+        self.keys, self.values = keys, values
 
     def holds(self, batch: int, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> bool:
-        """Whether rows of this batch and these dtypes are stored as they are."""
         keys, values = self.keys, self.values
         if keys is None or values is None:
             return False
@@ -134,8 +151,13 @@ class DenseRows:
     def append(
         self, keys: mx.array, values: mx.array, start: int | mx.array, stop: int
     ) -> KeysValues:
-        self.keys = keys = slice_update(self.keys, keys, start, ROW_AXIS)  # type: ignore[arg-type]
-        self.values = values = slice_update(self.values, values, start, ROW_AXIS)  # type: ignore[arg-type]
+        if type(start) is int:
+            keys = write_rows(self.keys, keys, start)  # type: ignore[arg-type]
+            values = write_rows(self.values, values, start)  # type: ignore[arg-type]
+        else:
+            keys = slice_update(self.keys, keys, start, ROW_AXIS)  # type: ignore[arg-type]
+            values = slice_update(self.values, values, start, ROW_AXIS)  # type: ignore[arg-type]
+        self.keys, self.values = keys, values
         if not stop:
             return keys, values
         # The first of two parts is a view, built faster than a slice.
@@ -143,8 +165,9 @@ class DenseRows:
 
     def write(self, placement: Placement, keys: mx.array, values: mx.array) -> None:
         held_keys, held_values = self._held()
-        self.keys = _written(held_keys, placement, keys)
-        self.values = _written(held_values, placement, values)
+        keys = _written(held_keys, placement, keys)
+        values = _written(held_values, placement, values)
+        self.keys, self.values = keys, values
 
     def read(self, runs: tuple[Run, ...]) -> RowView:
         return RowView(*self._held(), runs)
@@ -153,13 +176,12 @@ class DenseRows:
         # Through the storage dtype, so that an answer is the same whether its rows were stored
         # before or not.
         held_keys, held_values = self._held()
-        joined = _before(held_keys, runs, keys), _before(held_values, runs, values)
-        return RowView(*joined, (Run(0, joined[0].shape[2]),))
+        return RowView.of(_before(held_keys, runs, keys), _before(held_values, runs, values))
 
     def grow(self, rows: int) -> None:
         if self.keys is not None and self.values is not None:
-            self.keys = _with_rows(self.keys, rows)
-            self.values = _with_rows(self.values, rows)
+            keys, values = _with_rows(self.keys, rows), _with_rows(self.values, rows)
+            self.keys, self.values = keys, values
 
     def move(self, rows: mx.array, allocated: int) -> None:
         if self.keys is None or self.values is None:
@@ -167,15 +189,14 @@ class DenseRows:
         if not rows.size:
             self.keys = self.values = None
             return
-        self.keys = cell_gather(self.keys, rows)
-        self.values = cell_gather(self.values, rows)
-        self.grow(allocated)
+        keys = _with_rows(cell_gather(self.keys, rows), allocated)
+        values = _with_rows(cell_gather(self.values, rows), allocated)
+        self.keys, self.values = keys, values
 
     def copy(self) -> DenseRows:
         return DenseRows(self.keys, self.values)
 
     def replace(self, name: str, array: mx.array) -> None:
-        """Put an array in the place of the buffer `name`. Raises `UpdateShapeError`."""
         held = getattr(self, name)
         # A decode step writes at a row that was checked against the buffer's shape, not again.
         if held is None or array.shape != held.shape or array.dtype != held.dtype:
@@ -203,20 +224,20 @@ def _with_rows(array: mx.array, rows: int) -> mx.array:
 
 
 def _written(buffer: mx.array, placement: Placement, rows: mx.array) -> mx.array:
-    runs, starts, cells = placement
+    runs, starts, cells, after_read = placement
     if cells is not None:
         return cell_scatter(buffer, rows.astype(buffer.dtype), cells)
-    if len(runs) == 1:
+    if len(runs) == 1 and not after_read:
         # Rows that the step itself pushes out of a ring come first.
         skipped = rows.shape[2] - runs[0].length
         rows = rows[:, :, skipped:] if skipped else rows
         if isinstance(starts[0], mx.array):
             return slice_update(buffer, rows, starts[0], ROW_AXIS)
         return write_rows(buffer, rows, starts[0])
-    if _wraps(runs, buffer.shape[2]):
-        skipped = rows.shape[2] - runs[0].length - runs[1].length
+    if after_read or _wraps(runs, buffer.shape[2]):
+        skipped = rows.shape[2] - sum(run.length for run in runs)
         rows = rows[:, :, skipped:] if skipped else rows
-        return ring_write(buffer, rows.astype(buffer.dtype), runs[0].start)
+        return ring_write(buffer, rows.astype(buffer.dtype), runs[0].start, shared=after_read)
     row = 0
     for run, start in zip(runs, starts, strict=True):
         buffer = write_rows(buffer, rows[:, :, row : row + run.length], start)
@@ -226,8 +247,7 @@ def _written(buffer: mx.array, placement: Placement, rows: mx.array) -> mx.array
 
 def _wraps(runs: Sequence[Run], rows: int) -> bool:
     """Whether the rows go on from the end of the buffer to its beginning."""
-    first, *others = runs
-    return first.start + first.length == rows and len(others) == 1 and others[0].start == 0
+    return len(runs) == 2 and sum(runs[0]) == rows and not runs[1].start
 
 
 def _before(buffer: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:

@@ -182,7 +182,7 @@ def test_what_a_cache_hands_out(window: int, tokens: int, held: int) -> None:
     cache = make_cache([layer], spare=8)
     random = np.random.default_rng(1)
     if held:
-        cache.update_and_fetch(0, *step_rows(layer, random, 1, held)[1:])
+        cache.layer(0).update_and_fetch(*step_rows(layer, random, 1, held)[1:])
     spec = AttendSpec.from_mask(cache.layers[0].mask_at(held, tokens))
     assert spec.kind == HANDED_OUT[window, tokens, held]
 

@@ -208,6 +208,9 @@ def test_the_command_line(
     prompt = tokenizer.encode(words(5, 9, 33))
     tokens = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=6)]
     assert shown == tokenizer.decode(tokens, skip_special_tokens=True).split()
+    for kind in decoder_module.KINDS:
+        assert decoder_module.main([*arguments, "--kind", kind]) == 0
+        assert capsys.readouterr().out.split() == shown
     assert decoder_module.main([*arguments, "--prompt", words(6, 9, 33)]) == 0
     assert capsys.readouterr().out.split() != shown
     for wrong in (["--max-tokens", "0"], ["--model", "no-such-model"], ["--prompt", ""]):

@@ -265,9 +265,9 @@ def test_layers_of_a_step_may_be_written_by_others_too(tokens: int, is_masked: b
     for count in (5, tokens):
         rows = step_rows(layer, random, 1, count)
         if is_masked:
-            cache.make_mask(0, count)
+            cache.layer(0).make_mask(count)
         # Layer 0 is written without the op, and perhaps answered in another order of its rows.
-        cache.update_and_fetch(0, *rows[1:])
+        cache.layer(0).update_and_fetch(*rows[1:])
         mixed = [update_and_attend(*rows, start, index, 1.0, cache=cache) for index in (1, 0)]
         plain = [update_and_attend(*rows, start, index, 1.0, cache=alone) for index in (0, 1)]
         for got, expected in zip(mixed, plain, strict=True):

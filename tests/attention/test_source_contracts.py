@@ -171,7 +171,7 @@ def test_a_step_over_a_window_gets_the_band_that_is_pinned(held: int, tokens: in
     random = np.random.default_rng(0)
     update_and_attend(*step_rows(layer, random, 1, held), 0, 0, 1.0, cache=cache)
     mask = AttendSpec.from_mask(cache.layers[0].mask_at(held, tokens)).mask
-    keys, _ = cache.update_and_fetch(0, *step_rows(layer, random, 1, tokens)[1:])
+    keys, _ = cache.layer(0).update_and_fetch(*step_rows(layer, random, 1, tokens)[1:])
     rows = keys.shape[2]
     assert mask is not None
     assert mask.shape == (tokens, rows)

@@ -69,9 +69,11 @@ class Pair:
         for sequence in step.sequences:
             own = np.flatnonzero(np.array(step.token_sequences) == sequence)
             tokens = mx.array(own.astype(np.int32))
-            mask = self.single[sequence].make_mask(layer, len(own))
-            rows = self.single[sequence].update_and_fetch(
-                layer, keys[:, :, tokens], values[:, :, tokens]
+            mask = self.single[sequence].layer(layer).make_mask(len(own))
+            rows = (
+                self.single[sequence]
+                .layer(layer)
+                .update_and_fetch(keys[:, :, tokens], values[:, :, tokens])
             )
             wanted = mx.fast.scaled_dot_product_attention(
                 queries[:, :, tokens], *rows, scale=SCALE, mask=mask, sinks=sink

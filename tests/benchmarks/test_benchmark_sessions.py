@@ -31,7 +31,7 @@ def test_all_three_give_the_same_tokens(directory: Path, prefix: int) -> None:
     runs.append(theirs(model, work))
     assert runs[0].answers == runs[1].answers == runs[2].answers
     assert [len(answer) for answer in runs[0].answers] == [12] * 5
-    assert all(0 < run.step < run.whole for run in runs)
+    assert all(run.step > 0 and run.whole > 0 for run in runs)
     assert all(run.peak > 0 for run in runs)
     other = make_work(tokenizer, 6, prompt=9, tokens=12, prefix=prefix, step=64)
     assert ours(our_engine(model, "cell"), other).answers[:5] != runs[0].answers

@@ -145,7 +145,7 @@ class CacheMachine(RuleBasedStateMachine):
         for cache in session.caches:
             before = [layer.offset for layer in cache.layers], cache.nbytes, cache.length
             with pytest.raises(CapacityError, match=str(session.config.capacity)):
-                cache.update_and_fetch(layer, keys, values)
+                cache.layer(layer).update_and_fetch(keys, values)
             with pytest.raises(CapacityError, match=str(session.config.capacity)):
                 cache.reserve(session.config.capacity + 1)
             after = [layer.offset for layer in cache.layers], cache.nbytes, cache.length

@@ -7,6 +7,7 @@ import math
 import mlx.core as mx
 import pytest
 
+from mlx_kvcache import MLXSequenceCache
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.layout import grown_rows
 from tests.support.arrays import raw
@@ -16,7 +17,7 @@ from tests.support.sequence_oracle import FORMS, Session, Shape, make_cache, sim
 def step(cache, count: int) -> None:
     keys = mx.random.normal((1, 2, count, 3))
     for layer in range(len(cache.layers)):
-        cache.update_and_fetch(layer, keys, keys[..., :2])
+        cache.layer(layer).update_and_fetch(keys, keys[..., :2])
 
 
 @pytest.mark.slow
@@ -114,3 +115,16 @@ def test_one_wide_step_first() -> None:
     run.step(1)
     run.flush()
     assert [layer.rows for layer in run.caches[0].layers] == [128, 4, 2]
+
+
+def test_a_ring_with_many_spare_rows_is_not_allocated_before_it_is_needed() -> None:
+    cache = MLXSequenceCache(
+        simple_geometry(16), CacheConfig(10**6, initial_capacity=8, spare=65_536)
+    )
+    rows = mx.ones((1, 2, 1, 3))
+    for position in range(200):
+        cache.layer(0).make_mask(1)
+        cache.layer(0).update_and_fetch(rows * position, rows[..., :2])
+        assert cache.layers[0].rows <= max(8, 2 * (position + 1))
+    held, _ = cache.layers[0].keys_and_values()
+    assert held[0, 0, :, 0].tolist() == list(range(184, 200))

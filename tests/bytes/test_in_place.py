@@ -33,8 +33,8 @@ def large_cache(form: str, ring: bool) -> MLXSequenceCache:
 def step(cache: MLXSequenceCache, count: int, ask: bool) -> tuple[mx.array, mx.array]:
     rows = mx.ones((1, HEADS, count, DIM))
     if ask:
-        cache.make_mask(0, count)
-    return cache.update_and_fetch(0, rows, rows)
+        cache.layer(0).make_mask(count)
+    return cache.layer(0).update_and_fetch(rows, rows)
 
 
 def allocated_by(cache: MLXSequenceCache, count: int) -> int:

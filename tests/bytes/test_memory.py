@@ -44,8 +44,8 @@ def used_cache() -> MLXSequenceCache:
     for count in (5, 700, 1, 1, 3, 300, 1):
         rows = mx.ones((1, 4, count, 64))
         for layer in range(4):
-            mask = cache.make_mask(layer, count, return_array=True)
-            mx.eval(cache.update_and_fetch(layer, rows, rows))
+            mask = cache.layer(layer).make_mask(count, return_array=True)
+            mx.eval(cache.layer(layer).update_and_fetch(rows, rows))
             if isinstance(mask, mx.array):
                 mx.eval(mask)
             mx.eval(cache.layers[layer].keys_and_values())
@@ -77,7 +77,7 @@ def test_an_answer_that_a_wide_step_kept_goes_with_the_cache() -> None:
     cache = used_cache()
     rows = mx.ones((1, 4, 500, 64))
     for layer in range(4):
-        mx.eval(cache.update_and_fetch(layer, rows, rows))
+        mx.eval(cache.layer(layer).update_and_fetch(rows, rows))
     del cache
     assert active() - before < MEGABYTE
 
@@ -98,7 +98,7 @@ def test_a_refused_update_leaves_no_pool_behind_in_its_traceback() -> None:
     before = active()
     cache = used_cache()
     try:
-        cache.update_and_fetch(0, mx.ones((1, 4, 9, 63)), mx.ones((1, 4, 9, 64)))
+        cache.layer(0).update_and_fetch(mx.ones((1, 4, 9, 63)), mx.ones((1, 4, 9, 64)))
     except ValueError as error:
         kept = error
     assert str(kept)

@@ -92,8 +92,12 @@ def arrays(
     return keys, mx.ones((batch, heads, count, value_dim)).astype(dtype)
 
 
-def update(keys: Any, values: Any, **position: Any) -> Bad:
-    return lambda cache, layer: cache.update_and_fetch(layer, keys, values, **position)
+def update(keys: Any, values: Any) -> Bad:
+    return lambda cache, layer: cache.layer(layer).update_and_fetch(keys, values)
+
+
+def attend(keys: Any, values: Any, position: Any) -> Bad:
+    return lambda cache, layer: cache.attend(layer, keys, keys, values, 1.0, positions=position)
 
 
 def mixed(first: tuple[Any, Any], second: tuple[Any, Any]) -> Bad:
@@ -134,22 +138,22 @@ BAD_CALLS: dict[str, tuple[Bad, Any]] = {
         update(*arrays(CAPACITY + 1)),
         (CapacityError, PositionError),
     ),
-    "an earlier position": (update(*GOOD, position=-1), PositionError),
-    "a later position": (update(*GOOD, position=CAPACITY + 1), PositionError),
-    "a position in words": (update(*GOOD, position="next"), PositionError),
-    "layer -1": (lambda cache, _: cache.update_and_fetch(-1, *GOOD), LayerIndexError),
-    "layer 4": (lambda cache, _: cache.update_and_fetch(4, *GOOD), LayerIndexError),
-    "layer True": (lambda cache, _: cache.update_and_fetch(True, *GOOD), LayerIndexError),
-    "layer '0'": (lambda cache, _: cache.update_and_fetch("0", *GOOD), LayerIndexError),
-    "layer 1.0": (lambda cache, _: cache.update_and_fetch(1.0, *GOOD), LayerIndexError),
-    "layer None": (lambda cache, _: cache.update_and_fetch(None, *GOOD), LayerIndexError),
-    "the mask of layer -1": (lambda cache, _: cache.make_mask(-1, 1), LayerIndexError),
-    "the mask of layer 4": (lambda cache, _: cache.make_mask(4, 1), LayerIndexError),
-    "a mask of no tokens": (lambda cache, layer: cache.make_mask(layer, 0), KVCacheError),
-    "a mask of -1 tokens": (lambda cache, layer: cache.make_mask(layer, -1), KVCacheError),
-    "a mask of 1.5 tokens": (lambda cache, layer: cache.make_mask(layer, 1.5), KVCacheError),
+    "an earlier position": (attend(*GOOD, -1), PositionError),
+    "a later position": (attend(*GOOD, CAPACITY + 1), PositionError),
+    "a position in words": (attend(*GOOD, "next"), PositionError),
+    "layer -1": (lambda cache, _: cache.layer(-1).update_and_fetch(*GOOD), LayerIndexError),
+    "layer 4": (lambda cache, _: cache.layer(4).update_and_fetch(*GOOD), LayerIndexError),
+    "layer True": (lambda cache, _: cache.layer(True).update_and_fetch(*GOOD), LayerIndexError),
+    "layer '0'": (lambda cache, _: cache.layer("0").update_and_fetch(*GOOD), LayerIndexError),
+    "layer 1.0": (lambda cache, _: cache.layer(1.0).update_and_fetch(*GOOD), LayerIndexError),
+    "layer None": (lambda cache, _: cache.layer(None).update_and_fetch(*GOOD), LayerIndexError),
+    "the mask of layer -1": (lambda cache, _: cache.layer(-1).make_mask(1), LayerIndexError),
+    "the mask of layer 4": (lambda cache, _: cache.layer(4).make_mask(1), LayerIndexError),
+    "a mask of no tokens": (lambda cache, layer: cache.layer(layer).make_mask(0), KVCacheError),
+    "a mask of -1 tokens": (lambda cache, layer: cache.layer(layer).make_mask(-1), KVCacheError),
+    "a mask of 1.5 tokens": (lambda cache, layer: cache.layer(layer).make_mask(1.5), KVCacheError),
     "a mask of window -1": (
-        lambda cache, layer: cache.make_mask(layer, 3, window=-1),
+        lambda cache, layer: cache.layer(layer).make_mask(3, window_size=-1),
         KVCacheError,
     ),
     "layer() of -1": (lambda cache, _: cache.layer(-1), LayerIndexError),

@@ -149,17 +149,17 @@ def test_no_snapshot_is_taken_in_the_middle_of_a_step(kind: str) -> None:
 def test_a_snapshot_costs_nothing_until_the_next_write() -> None:
     cache = MLXSequenceCache(simple_geometry(0, kv_heads=8, key_dim=128, value_dim=128))
     rows = mx.ones((1, 8, 2048, 128))
-    cache.update_and_fetch(0, rows, rows)
+    cache.layer(0).update_and_fetch(rows, rows)
     mx.eval(cache.state)
     before = mx.get_active_memory()
     snapshot = cache.snapshot()
     assert mx.get_active_memory() == before
-    mx.eval(cache.update_and_fetch(0, rows[:, :, :1], rows[:, :, :1]))
+    mx.eval(cache.layer(0).update_and_fetch(rows[:, :, :1], rows[:, :, :1]))
     mx.eval(cache.state)
     assert mx.get_active_memory() - before >= snapshot.nbytes
     del snapshot
     before = mx.get_active_memory()
-    mx.eval(cache.update_and_fetch(0, rows[:, :, :1], rows[:, :, :1]), cache.state)
+    mx.eval(cache.layer(0).update_and_fetch(rows[:, :, :1], rows[:, :, :1]), cache.state)
     assert mx.get_active_memory() - before < cache.nbytes // 8
 
 

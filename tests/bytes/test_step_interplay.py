@@ -195,4 +195,4 @@ def test_half_a_step_is_refused_at_the_layer_that_has_it_too(written: int) -> No
 
 def _write(cache, layer: int, count: int) -> None:
     keys, values = mx.ones((1, 2, count, 3)), mx.ones((1, 2, count, 2))
-    mx.eval(cache.update_and_fetch(layer, keys, values))
+    mx.eval(cache.layer(layer).update_and_fetch(keys, values))

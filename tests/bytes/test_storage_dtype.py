@@ -39,7 +39,7 @@ def fed(
     for count in chunks:
         part = slice(start, start + count)
         for index, layer in enumerate(geometry.layers):
-            rows = cache.update_and_fetch(index, keys[:, :, part], values[:, :, part])
+            rows = cache.layer(index).update_and_fetch(keys[:, :, part], values[:, :, part])
             assert [array.dtype for array in rows] == [given, given]
             total = rows[0].shape[2]
             for query in range(count):
@@ -88,11 +88,11 @@ def test_the_first_rows_decide_where_no_dtype_is_given() -> None:
     """Until a clear: later rows are rounded to the dtype in which the layer began."""
     cache = make_cache(simple_geometry(0), CacheConfig(64))
     keys, values = (mx.array(part) for part in stream())
-    cache.update_and_fetch(0, keys[:, :, :3].astype(mx.float16), values[:, :, :3])
-    answer = cache.update_and_fetch(0, keys[:, :, 3:5], values[:, :, 3:5].astype(mx.bfloat16))
+    cache.layer(0).update_and_fetch(keys[:, :, :3].astype(mx.float16), values[:, :, :3])
+    answer = cache.layer(0).update_and_fetch(keys[:, :, 3:5], values[:, :, 3:5].astype(mx.bfloat16))
     assert (cache.layers[0].keys.dtype, cache.layers[0].values.dtype) == (mx.float16, mx.float32)
     assert [array.dtype for array in answer] == [mx.float32, mx.bfloat16]
     assert (numbers(answer[0]) == rounded(np.array(keys[:, :, :5]), mx.float16)).all()
     cache.clear()
-    cache.update_and_fetch(0, keys[:, :, :3], values[:, :, :3])
+    cache.layer(0).update_and_fetch(keys[:, :, :3], values[:, :, :3])
     assert cache.layers[0].keys.dtype == mx.float32

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_kvcache.cache import step
-from mlx_kvcache.cache.step import PolicySteps
+from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.layout import RingLayout, Run
 from mlx_kvcache.layout import ring as ring_module
 from mlx_kvcache.store import rows as store
@@ -55,6 +55,7 @@ def _band_one_row_late(query, queries, row, rows, window):
     return original_band(query, queries, row + 1, rows, window)
 
 
+original_read_again = SequenceLayer.read_again
 original_band = step.band
 original_ring_band = step.ring_band
 original_template = step.ring_template
@@ -76,6 +77,12 @@ def _write_moved(array, rows, start):
         moved = mx.minimum(start + 1, array.shape[2] - rows.shape[2])
         return mx.slice_update(array, rows, moved, (2,))
     return array
+
+
+def _newest_row_missing(self):
+    view = original_read_again(self)
+    *others, (start, length) = view.runs
+    return view._replace(runs=(*others, Run(start, length - 1)))
 
 
 def _view(keys, values):
@@ -129,9 +136,9 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any] | property]] = {
     "growth loses the old rows": (store, "_with_rows", _rows_lost),
     "joined rows come back newest first": (DenseRows, "read_before", _newest_first),
     "the newest row is missing when rows are read again": (
-        PolicySteps,
-        "read_runs",
-        lambda _, end: (Run(0, end - 1),),
+        SequenceLayer,
+        "read_again",
+        _newest_row_missing,
     ),
 }
 

@@ -128,7 +128,7 @@ def test_rows_pass_through_the_storage_dtype(kv_dtype: str | None, scattered: bo
     keys, values = rows(3)
     held_keys, held_values = cache.update_and_fetch(0, keys, values)
     assert held_keys.dtype == held_values.dtype == mx.float32
-    pool = cache.store(0)
+    pool = cache.pool(0)
     assert pool.keys is not None
     assert pool.values is not None
     assert pool.keys.dtype == pool.values.dtype == stored
@@ -171,7 +171,7 @@ def test_pools_double_up_to_the_capacity() -> None:
     sizes = []
     for count in (1, 1, 3, 4, 8):
         step(cache, [(a, count)])
-        sizes.append([cache.store(layer).rows for layer in (0, 1)])
+        sizes.append([cache.pool(layer).rows for layer in (0, 1)])
     assert sizes == [[2, 2], [2, 2], [8, 8], [16, 16], [20, 20]]
     with pytest.raises(CapacityError, match="3 are free"):
         cache.declare_step([(a, 4)])
@@ -184,7 +184,7 @@ def test_initial_capacity_is_clamped(initial: int) -> None:
     cache = make(0, capacity=4, initial_capacity=initial)
     a = cache.new()
     step(cache, [(a, 1)])
-    assert cache.store(0).rows == {0: 1, 1: 1, 4000: 4}[initial]
+    assert cache.pool(0).rows == {0: 1, 1: 1, 4000: 4}[initial]
 
 
 def test_growth_keeps_the_cells() -> None:
@@ -199,13 +199,13 @@ def test_reserve_grows_once() -> None:
     cache = make(0, initial_capacity=2)
     a = cache.new()
     step(cache, [(a, 2)])
-    before = raw(cache.store(0).keys)
+    before = raw(cache.pool(0).keys)
     cache.reserve(50)
-    assert cache.store(0).rows == 50
+    assert cache.pool(0).rows == 50
     assert before is not None
-    assert raw(cache.store(0).keys[:, :, :2]) == before  # type: ignore[index]
+    assert raw(cache.pool(0).keys[:, :, :2]) == before  # type: ignore[index]
     step(cache, [(a, 40)])
-    assert cache.store(0).rows == 50
+    assert cache.pool(0).rows == 50
     with pytest.raises(CapacityError):
         cache.reserve(101)
 
@@ -228,16 +228,16 @@ def test_a_forgotten_declaration_is_noticed() -> None:
     cache = make(0, 0)
     a = cache.new()
     step(cache, [(a, 2)])
-    held = raw(cache.store(0).keys)
+    held = raw(cache.pool(0).keys)
     with pytest.raises(StepError, match="already written"):
         cache.update_and_fetch(0, *rows(2))
     with pytest.raises(StepError, match="already written"):
         cache.attend(1, rows(2)[0], *rows(2), SCALE)
-    assert raw(cache.store(0).keys) == held
+    assert raw(cache.pool(0).keys) == held
     # Whoever gives the positions of the step that ran may ask for it again, as often as they like.
     again = cache.update_and_fetch(0, *rows(2), positions=[0, 1])
-    assert (again[0] == cache.store(0).keys[:, :, :2]).all()  # type: ignore[index]
-    assert raw(cache.store(0).keys) == held
+    assert (again[0] == cache.pool(0).keys[:, :, :2]).all()  # type: ignore[index]
+    assert raw(cache.pool(0).keys) == held
 
 
 def test_every_constructor_validates() -> None:

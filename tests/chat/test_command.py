@@ -279,7 +279,7 @@ def test_options_reach_the_model_and_the_cache(chat, directories, loaded):
         directories(), lines_of("/stats"), "--windows", "6", "--kv-dtype", "bfloat16",
         "--initial-capacity", "16", "--spare", "2", "--capacity", "64",
     )  # fmt: skip
-    assert "4 ring(6) layers, 0/64 positions" in narrow.stderr
+    assert "2 flat + 2 ring(6) layers, 0/64 positions" in narrow.stderr
     for flag, value in (("--max-tokens", "0"), ("--temp", "-1"), ("--capacity", "0")):
         refused = chat(directories(), "", flag, value)
         assert refused.exit_code == 2

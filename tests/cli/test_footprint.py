@@ -42,7 +42,7 @@ def filled(shape, config, steps):
     cache = MLXSequenceCache(shape, config)
     for count in steps:
         for layer in range(len(shape.layers)):
-            cache.update_and_fetch(layer, *rows_of(count))
+            cache.layer(layer).update_and_fetch(*rows_of(count))
     mx.eval(cache.state)
     return cache
 

@@ -83,6 +83,7 @@ def engine_of(kind: str) -> Engine:
     return Engine(tiny("llama"), 110, kind, step_tokens=8, max_active=4, spare=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hit", [1, 2, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_every_line(kind, hit):

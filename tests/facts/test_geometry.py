@@ -92,7 +92,9 @@ def test_other_windows_make_a_copy() -> None:
     assert other.windows == (4, 0)
     assert geometry.windows == (0, 16)
     assert other.model_layers == geometry.model_layers
-    assert geometry.with_windows([3]).windows == (3, 3)
+    assert geometry.with_windows([3]).windows == (0, 3)
+    with pytest.raises(GeometryError, match="has none"):
+        other.with_windows([0, 0]).with_windows([3])
 
 
 @pytest.mark.parametrize(("windows", "message"), [([1, 2, 3], "3 windows"), ([-1], "-1")])

@@ -11,6 +11,7 @@ import pytest
 
 from mlx_kvcache.errors import GeometryError, ModelNotFoundError, UnknownLayerTypeError
 from mlx_kvcache.facts.geometry import CacheGeometry, ModelLayer
+from tests.support.tiny_models import all_families
 
 Config = dict[str, Any]
 
@@ -91,17 +92,59 @@ def test_full_layers_may_have_a_head_dim_and_heads_of_their_own() -> None:
     assert rows(geometry(**fields, attention_k_eq_v=True))[1] == (0, 2, 32, 32)
 
 
-@pytest.mark.parametrize("key", ["1", 1])
+@pytest.mark.parametrize("key", ["1", "01", "001", 1])
 def test_a_transformers_object_says_the_same_per_layer(key: object) -> None:
-    override = {key: {"head_dim": 32, "num_key_value_heads": 4}}
-    assert rows(geometry(head_dim=16, per_layer_config=override)) == [
-        (0, 2, 16, 16),
-        (0, 4, 32, 32),
-        (0, 2, 16, 16),
-        (0, 2, 16, 16),
-    ]
-    with pytest.raises(GeometryError, match=r"'1'.*per_layer_config.*got 32"):
+    override = {key: {"head_dim": 32, "num_key_value_heads": 4, "intermediate_size": 9}}
+    one = [(0, 2, 16, 16), (0, 4, 32, 32), (0, 2, 16, 16), (0, 2, 16, 16)]
+    assert rows(geometry(head_dim=16, per_layer_config=override)) == one
+    for model_type in ("llama", "gemma4_text", "brand_new"):
+        fields = {"model_type": model_type, "layer_types": [FULL] * 4, "head_dim": 16}
+        fields["global_head_dim"] = 16
+        assert rows(geometry(**fields, per_layer_config=override)) == one
+    with pytest.raises(GeometryError, match=r"'0*1'.*per_layer_config.*got 32"):
         geometry(per_layer_config={key: 32})
+
+
+def test_windows_of_single_layers() -> None:
+    fields = {"layer_types": [SLIDING, FULL, SLIDING, SLIDING], "sliding_window": 5}
+    override = {"02": {"sliding_window": 9}, "1": {"sliding_window": None}}
+    assert geometry(**fields, per_layer_config=override).windows == (5, 0, 9, 5)
+    assert geometry(**fields, per_layer_config={1: {"sliding_window": 7}}).windows == (5, 0, 5, 5)
+    with pytest.raises(GeometryError, match=r"sliding_window.*that 'layer_types' call sliding"):
+        geometry(per_layer_config={1: {"sliding_window": 7}})
+    with pytest.raises(GeometryError, match=r"sliding_window.*that 'layer_types' call sliding"):
+        geometry(**fields, per_layer_config={0: {"sliding_window": None}})
+
+
+def test_what_a_layer_that_shares_says_is_its_owners_business() -> None:
+    fields = {"num_kv_shared_layers": 1, "per_layer_config": {"3": {"head_dim": 32}}}
+    assert rows(geometry(**fields)) == rows(geometry(num_kv_shared_layers=1))
+    fields["per_layer_config"] = {"2": {"head_dim": 32}}
+    assert rows(geometry(**fields))[2] == (0, 2, 32, 32)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "mimo_v2_flash", "nanbeige"])
+def test_fields_of_single_layers_are_read_or_refused(family: str) -> None:
+    made = all_families()[family]
+    with pytest.raises(UnknownLayerTypeError, match=r"per_layer_config\[0\].*head_dim"):
+        CacheGeometry.from_hf({**made, "per_layer_config": {"0": {"head_dim": 96}}})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"4": {}}, "keyed by layers, 0 to 3, once; got '4'"),
+        ({"-1": {}}, "keyed by layers, 0 to 3, once; got '-1'"),
+        ({"one": {}}, "keyed by layers, 0 to 3, once; got 'one'"),
+        ({"1": {}, "01": {}}, "keyed by layers, 0 to 3, once; got '01'"),
+        ({"1": {"head_dim": 0}}, "head_dim.*integer >= 1; got 0"),
+        ({"1": {"kv_lora_rank": 16}}, "'kv_lora_rank' of its own .16."),
+        ([{"head_dim": 3}], "per_layer_config.*an object"),
+    ],
+)
+def test_malformed_fields_of_single_layers_are_refused(override: object, message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        geometry(per_layer_config=override)
 
 
 # Windows
@@ -214,7 +257,29 @@ def test_an_unknown_layer_type_is_refused_by_name(name: str) -> None:
         ("num_loops", 2),
         ("use_cla", True),
         ("multi_query", True),
-        ("is_encoder_decoder", True),
+        ("num_key_value_heads_per_layer", [2, 2, 1, 1]),
+        ("cross_attention_layers", [1]),
+        ("num_attention_groups", 2),
+        ("attn_type_list", [1, 0]),
+        ("attention_window", 8),
+        ("window_size", 8),
+        ("attn_config", {"kv_n_heads": 2}),
+        ("attention_type", "block_sparse"),
+        ("is_causal", True),
+        ("ssm_cfg", {"d_state": 16}),
+        ("local_attention", 8),
+        ("share_kv_every", 2),
+        ("num_first_full_attention_layers", 2),
+        ("type_vocab_size", 2),
+        ("patch_size", 16),
+        ("add_cross_attention", True),
+        ("mask_token_id", 4),
+        ("xlstm_chunk", 4),
+        ("useMQA", True),
+        ("qk_rope_head_dim", 64),
+        ("token_mixer", "hyena"),
+        ("use_yoco", True),
+        ("layer_config", [{}]),
     ],
 )
 def test_an_unknown_family_with_another_kind_of_memory_is_refused(name: str, value: object) -> None:
@@ -222,6 +287,68 @@ def test_an_unknown_family_with_another_kind_of_memory_is_refused(name: str, val
         geometry(**{name: value, "model_type": "brand_new"})
     # A field that is there but says nothing does not count.
     assert len(geometry(**{name: None, "model_type": "brand_new"}).layers) == 4
+
+
+def test_fields_that_change_no_cache_are_not_in_the_way() -> None:
+    harmless = {
+        "attention_bias": True,
+        "attention_dropout": 0.1,
+        "attention_probs_dropout_prob": 0.1,
+        "attn_implementation": "sdpa",
+        "attn_logit_softcapping": 50.0,
+        "query_pre_attn_scalar": 256,
+        "use_qk_norm": True,
+        "num_local_experts": 8,
+        "shared_expert_intermediate_size": 64,
+        "n_group": 8,
+        "decoder_sparse_step": 1,
+        "rope_local_base_freq": 10000.0,
+        "image_token_index": 7,
+        "chunk_size_feed_forward": 3,
+        "use_cache": True,
+        "parallel_attn": True,
+        "clip_qkv": 8,
+        "use_flash_attention_2": True,
+        "mtp_layer_types": [FULL],
+        "_attn_implementation_autoset": True,
+        "auto_map": {"AutoModel": "modeling.Model"},
+    }
+    assert geometry(**harmless, model_type="brand_new") == geometry()
+
+
+@pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "brand_new_encoder", "my_vision"])
+def test_encoders_are_refused(model_type: str) -> None:
+    with pytest.raises(UnknownLayerTypeError, match="attends to both sides"):
+        geometry(model_type=model_type)
+    assert geometry(model_type="my_vision_text") == geometry()
+    with pytest.raises(UnknownLayerTypeError, match=r"brand_new is an encoder.*ForMaskedLM"):
+        geometry(model_type="brand_new", architectures=["BrandNewForMaskedLM"])
+
+
+@pytest.mark.parametrize("family", ["brand_new", "llama", "gemma3_text"])
+def test_models_that_look_ahead_are_refused(family: str) -> None:
+    fields = {"model_type": family, "head_dim": 8, "sliding_window": 5}
+    for value in (True, "all"):
+        with pytest.raises(UnknownLayerTypeError, match="attends to both sides"):
+            geometry(**fields, use_bidirectional_attention=value)
+    assert geometry(**fields, use_bidirectional_attention=False) == geometry(**fields)
+    with pytest.raises(UnknownLayerTypeError, match="an encoder and a decoder"):
+        geometry(**fields, is_encoder_decoder=True)
+    outer = {"model_type": "outer", "is_encoder_decoder": True, "text_config": config(**fields)}
+    with pytest.raises(UnknownLayerTypeError, match="outer is an encoder and a decoder"):
+        CacheGeometry.from_hf(outer)
+
+
+def test_layers_before_max_window_layers_attend_to_everything() -> None:
+    fields = {"model_type": "brand_new", "sliding_window": 5, "use_sliding_window": True}
+    assert geometry(**fields, max_window_layers=3).windows == (0, 0, 0, 5)
+    assert geometry(**fields, max_window_layers=0).windows == (5, 5, 5, 5)
+    assert geometry(**fields, max_window_layers=9).windows == (0, 0, 0, 0)
+    fields["use_sliding_window"] = False
+    assert geometry(**fields, max_window_layers=3).windows == (0, 0, 0, 0)
+    fields["use_sliding_window"] = None
+    with pytest.raises(GeometryError, match=r"use_sliding_window.*beside 'max_window_layers'"):
+        geometry(**fields, max_window_layers=3)
 
 
 BAD_INTEGERS = [0, -3, "8", 2.0, True, [8]]
@@ -376,6 +503,19 @@ def test_the_text_part_of_a_config_object_is_read(kind: type[ConfigObject]) -> N
     assert CacheGeometry.from_hf(outer) == geometry(sliding_window=3)
 
 
+@pytest.mark.parametrize("model_type", ["colqwen2", "qwen2_5_omni", "qwen3_omni_moe"])
+def test_a_config_nested_twice_is_read_as_an_object_and_as_a_dict(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    made = AutoConfig.for_model(model_type)
+    found = CacheGeometry.from_hf(made.to_dict())
+    assert found == CacheGeometry.from_hf(made)
+    assert len(found.layers) == made.get_text_config().num_hidden_layers
+    part = "vlm_config" if model_type == "colqwen2" else "thinker_config"
+    with pytest.raises(GeometryError, match=f"'{part}' of {model_type} must be an object"):
+        CacheGeometry.from_hf({"model_type": model_type, part: [1]})
+
+
 def test_a_config_object_that_cannot_say_which_part_is_text_is_refused() -> None:
     class Ambiguous(ConfigObject):
         def get_text_config(self) -> object:
@@ -431,12 +571,13 @@ def test_wrapped_config_objects_of_transformers() -> None:
     assert rows(made) == [(5, 4, 16, 16), (0, 2, 32, 32)] * 2
     nested = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "sliding_window": 5}
     text = {"model_type": "ministral3", **nested}
-    # The wrapper decides, as mlx-lm's does, though its text part alone would slide.
-    assert CacheGeometry.from_hf(AutoConfig.for_model("mistral3", text_config=text)).windows == (
-        (0,) * 4
-    )
+    wrapped = AutoConfig.for_model("mistral3", text_config=text)
     alone = AutoConfig.for_model("ministral3", **nested)
+    assert CacheGeometry.from_hf(wrapped).windows == (5, 0, 5, 0)
     assert CacheGeometry.from_hf(alone).windows == (5, 0, 5, 0)
+    # In mlx-lm the wrapper decides, though its text part alone would slide.
+    assert CacheGeometry.of_mlx_lm(wrapped).windows == (0,) * 4
+    assert CacheGeometry.of_mlx_lm(alone).windows == (5, 0, 5, 0)
 
 
 # Families
@@ -538,32 +679,127 @@ def test_layers_that_only_compute_own_nothing() -> None:
 
 def test_chunked_attention_is_a_ring_of_one_chunk() -> None:
     text = config(head_dim=8, attention_chunk_size=16)
-    made = CacheGeometry.from_hf({"model_type": "llama4", "text_config": text})
-    assert made.windows == (16, 16, 16, 0)
+    wrapped = {"model_type": "llama4", "text_config": text}
+    for made in (CacheGeometry.from_hf(wrapped), CacheGeometry.of_mlx_lm(wrapped)):
+        assert made.windows == (16, 16, 16, 0)
+    # The layers with a rotary embedding; mlx-lm knows only the usual order.
+    text["no_rope_layers"] = [1, 0, 1, 0]
+    assert CacheGeometry.from_hf(wrapped).windows == (16, 0, 16, 0)
+    text["no_rope_layers"] = [1, 0]
+    with pytest.raises(GeometryError, match=r"no_rope_layers.*a list of 4"):
+        CacheGeometry.from_hf(wrapped)
+    text["no_rope_layers"] = None
     text["attention_chunk_size"] = None
+    assert CacheGeometry.from_hf(wrapped).windows == (0, 0, 0, 0)
     with pytest.raises(GeometryError, match="attention_chunk_size"):
-        CacheGeometry.from_hf({"model_type": "llama4", "text_config": text})
+        CacheGeometry.of_mlx_lm(wrapped)
 
 
-def test_mistral3_gives_flat_caches_to_a_text_model_that_slides() -> None:
+@pytest.mark.parametrize("wrapper", ["mistral3", "llava", "pixtral"])
+def test_a_wrapper_of_any_text_model_attends_as_that_does(wrapper: str) -> None:
     text = config(model_type="ministral3", layer_types=[SLIDING, FULL] * 2, sliding_window=5)
+    wrapped = {"model_type": wrapper, "text_config": text}
     assert CacheGeometry.from_hf(text).windows == (5, 0, 5, 0)
-    made = CacheGeometry.from_hf({"model_type": "mistral3", "text_config": text})
-    assert made.windows == (0, 0, 0, 0)
+    assert CacheGeometry.from_hf(wrapped).windows == (5, 0, 5, 0)
+    assert CacheGeometry.of_mlx_lm(wrapped).windows == (0, 0, 0, 0)
+    text["model_type"] = "brand_new"
+    assert CacheGeometry.from_hf(wrapped).windows == (5, 0, 5, 0)
+    text["kv_lora_rank"] = 3
+    with pytest.raises(UnknownLayerTypeError, match="kv_lora_rank"):
+        CacheGeometry.from_hf(wrapped)
 
 
-def test_families_whose_windows_mlx_lm_does_not_cache_by_are_flat() -> None:
-    for model_type in ("mistral", "qwen2", "mixtral", "phi3", "starcoder2"):
-        assert geometry(model_type=model_type, sliding_window=5).windows == (0, 0, 0, 0)
+ON = {"sliding_window": 5, "use_sliding_window": True}
 
 
-def test_gemma4_drops_as_many_layers_as_mlx_lm_does() -> None:
+@pytest.mark.parametrize(
+    ("model_type", "fields", "attended"),
+    [
+        *((name, {"sliding_window": 5}, (5, 5, 5, 5)) for name in ("mistral", "mixtral", "phi3")),
+        *((name, {"sliding_window": 5}, (5, 5, 5, 5)) for name in ("starcoder2", "phimoe")),
+        *((name, {"sliding_window": None}, (0, 0, 0, 0)) for name in ("mistral", "phi3")),
+        ("ministral3", {"sliding_window": 5}, (5, 5, 5, 5)),
+        ("mistral", {"sliding_window": 5, "layer_types": [SLIDING, FULL] * 2}, (5, 0, 5, 0)),
+        *((name, {**ON, "max_window_layers": 1}, (0, 5, 5, 5)) for name in ("qwen2", "qwen3")),
+        *((name, {**ON, "max_window_layers": 1}, (0, 5, 5, 5)) for name in ("qwen2_vl",)),
+        *((name, ON, (0, 0, 0, 0)) for name in ("qwen2", "qwen3", "qwen2_5_vl")),
+        *((name, {"sliding_window": 5}, (0, 0, 0, 0)) for name in ("qwen2", "qwen3", "qwen3_moe")),
+        ("qwen2", {**ON, "use_sliding_window": False, "max_window_layers": 1}, (0, 0, 0, 0)),
+        ("qwen2", {"layer_types": [FULL, SLIDING] * 2, "sliding_window": 5}, (0, 5, 0, 5)),
+        ("qwen2_moe", ON, (5, 0, 5, 0)),
+        ("qwen2_moe", {**ON, "max_window_layers": 1}, (5, 0, 0, 0)),
+        ("qwen3_moe", ON, (5, 5, 5, 5)),
+        ("dots1", {"sliding_window": 5}, (0, 0, 0, 0)),
+        ("dots1", {"sliding_window": 5, "max_window_layers": 3}, (0, 0, 0, 5)),
+        ("dots1", {"max_window_layers": 3}, (0, 0, 0, 4096)),
+        ("gemma2", {"sliding_window": 5}, (5, 0, 5, 0)),
+        ("gemma2", {}, (4096, 0, 4096, 0)),
+        ("smollm3", {"sliding_window": 5}, (0, 0, 0, 0)),
+        ("smollm3", ON, (0, 0, 0, 5)),
+        ("smollm3", {**ON, "no_rope_layers": [1, 0, 0, 1]}, (0, 5, 5, 0)),
+        ("llama4_text", {"attention_chunk_size": 16}, (16, 16, 16, 0)),
+        ("llama4_text", {}, (8192, 8192, 8192, 0)),
+    ],
+)
+def test_windows_that_mlx_lm_does_not_cache_by(
+    model_type: str, fields: Config, attended: tuple[int, ...]
+) -> None:
+    made = config(model_type=model_type, head_dim=8, **fields)
+    assert CacheGeometry.from_hf(made).windows == attended
+    kept = CacheGeometry.of_mlx_lm(made)
+    if "layer_types" in fields and model_type == "mistral":
+        assert kept.windows == attended
+    else:
+        assert kept.windows == (0, 0, 0, 0)
+
+
+def test_mimo_v2_flash_sees_one_position_more_than_its_window_size() -> None:
+    made = all_families()["mimo_v2_flash"]
+    size, pattern = made["sliding_window_size"], made["hybrid_layer_pattern"]
+    windows = tuple((size + 1) * slides for slides in pattern)
+    assert CacheGeometry.from_hf(made).windows == windows
+    assert CacheGeometry.of_mlx_lm(made).windows == tuple(size * slides for slides in pattern)
+    # The standard field, where both are there, is the same number.
+    assert CacheGeometry.from_hf({**made, "sliding_window": size}).windows == windows
+    # As transformers saves it: layer_types, and a window that counts the query.
+    saved = config(model_type="mimo_v2_flash", head_dim=24, v_head_dim=16)
+    saved |= {"layer_types": [FULL, SLIDING] * 2, "sliding_window": 129}
+    assert rows(CacheGeometry.from_hf(saved)) == [(0, 2, 24, 16), (129, 4, 24, 16)] * 2
+
+
+def test_absent_fields_of_gemma4_mean_other_things_to_mlx_lm() -> None:
     fields = {"model_type": "gemma4_text", "head_dim": 8}
     for count, owned in ((4, 4), (20, 20), (25, 5)):
         # An absent field means 20 to mlx-lm, which needs more layers than that.
-        made = geometry(**fields, num_hidden_layers=count)
-        assert len(made.layers) == owned
-    assert len(geometry(**fields, num_hidden_layers=25, num_kv_shared_layers=0).layers) == 25
+        made = config(**fields, num_hidden_layers=count)
+        assert len(CacheGeometry.of_mlx_lm(made).layers) == owned
+        assert len(CacheGeometry.from_hf(made).layers) == count
+        for verb in (CacheGeometry.of_mlx_lm, CacheGeometry.from_hf):
+            assert len(verb({**made, "num_kv_shared_layers": 0}).layers) == count
+    made = config(**fields, num_hidden_layers=14, sliding_window=5)
+    assert CacheGeometry.from_hf(made).windows == ((5,) * 5 + (0,)) * 2 + (5, 0)
+    assert CacheGeometry.of_mlx_lm(made).windows == ((5,) * 4 + (0,)) * 2 + (5,) * 4
+    made["sliding_window_pattern"] = 2
+    assert CacheGeometry.from_hf(made) == CacheGeometry.of_mlx_lm(made)
+
+
+def test_gemma3n_has_to_say_how_many_layers_share() -> None:
+    fields = {"model_type": "gemma3n_text", "head_dim": 8, "sliding_window": 5}
+    fields["layer_types"] = [SLIDING, FULL, SLIDING, FULL]
+    for none in (0, None):
+        assert len(geometry(**fields, num_kv_shared_layers=none).layers) == 4
+    assert len(geometry(**fields, num_kv_shared_layers=1).layers) == 3
+    with pytest.raises(GeometryError, match=r"'num_kv_shared_layers' of gemma3n.*missing"):
+        geometry(**fields)
+
+
+@pytest.mark.parametrize("model_type", ["afmoe", "exaone_moe", "muse_spark_text"])
+def test_layer_types_that_neither_side_can_do_without(model_type: str) -> None:
+    fields = {"model_type": model_type, "head_dim": 8, "sliding_window": 5}
+    for verb in (CacheGeometry.of_mlx_lm, CacheGeometry.from_hf):
+        assert verb(config(**fields, layer_types=[SLIDING, FULL] * 2)).windows == (5, 0, 5, 0)
+        with pytest.raises(GeometryError, match=f"'layer_types' of {model_type}.*missing"):
+            verb(config(**fields))
 
 
 def test_a_renamed_field_is_read_and_named() -> None:

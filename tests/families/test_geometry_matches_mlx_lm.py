@@ -22,6 +22,7 @@ from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 import mlx_kvcache
 from mlx_kvcache.errors import GeometryError
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, ModelLayer
+from mlx_kvcache.facts.hf.attended import ATTENDED, ATTENDED_WRAPPERS
 from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES
 from mlx_kvcache.facts.hf.wrappers import WRAPPERS
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
@@ -79,7 +80,7 @@ def test_the_families_that_cannot_run_here_are_the_known_ones() -> None:
 def test_the_rule_is_what_the_model_caches(family: str) -> None:
     config = config_of(family)
     before = copy.deepcopy(config)
-    made = CacheGeometry.from_hf(config)
+    made = CacheGeometry.of_mlx_lm(config)
     assert config == before
     trace = traced(family, config)
     assert unmarked(made) == unmarked(trace.geometry)
@@ -99,10 +100,51 @@ def test_the_rule_is_what_the_model_caches(family: str) -> None:
         assert [entry for entry in ours if entry != (0, False)] == entries
 
 
+#: Families whose tiny config has windows that mlx-lm's caches do not keep to.
+ATTENDS_LESS = {
+    "gemma2",
+    "llama4_text",
+    "mistral3",
+    "mixtral",
+    "phi3",
+    "phimoe",
+    "starcoder2",
+}
+#: Families whose window counts otherwise in mlx-lm.
+ATTENDS_MORE = {"mimo_v2_flash"}
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_what_the_model_attends_is_what_mlx_lm_caches_but_for_windows(family: str) -> None:
+    config = config_of(family)
+    attended, kept = CacheGeometry.from_hf(config), CacheGeometry.of_mlx_lm(config)
+    assert attended.model_layers == kept.model_layers
+    assert attended.with_windows([0]) == kept.with_windows([0])
+    windows = list(zip(attended.windows, kept.windows, strict=True))
+    if family in ATTENDS_LESS:
+        assert any(attended.windows)
+        assert set(kept.windows) == {0}
+    elif family in ATTENDS_MORE:
+        assert {more - less for more, less in windows} == {0, 1}
+    else:
+        assert attended == kept
+
+
+def test_the_families_that_differ_are_the_documented_ones() -> None:
+    section = DOCS.read_text(encoding="utf-8").split("## What the model attends\n", 1)[1]
+    table = section.split("\n## ", 1)[0]
+    names = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE))))
+    wrapped = {
+        name for name, wrapper in ATTENDED_WRAPPERS.items() if wrapper is not WRAPPERS.get(name)
+    }
+    assert names == set(ATTENDED) | wrapped
+    assert names > ATTENDS_LESS | ATTENDS_MORE
+
+
 @pytest.mark.parametrize("family", TRACEABLE)
 def test_marks_of_shared_layers(family: str) -> None:
     config = config_of(family)
-    made = [layer.shared for layer in CacheGeometry.from_hf(config).layers]
+    made = [layer.shared for layer in CacheGeometry.of_mlx_lm(config).layers]
     seen = [layer.shared for layer in traced(family, config).geometry.layers]
     if family == "gemma4_text":
         # It hands on the updated arrays instead of reading the cache again.
@@ -116,14 +158,14 @@ def test_some_families_do_share() -> None:
     sharing = {
         family
         for family in TRACEABLE
-        if any(layer.shared for layer in CacheGeometry.from_hf(config_of(family)).layers)
+        if any(layer.shared for layer in CacheGeometry.of_mlx_lm(config_of(family)).layers)
     }
     assert sharing == {"afm7", "gemma3n", "gemma4_text"}
 
 
 def test_muse_spark_by_the_kinds_of_its_caches() -> None:
     config = config_of("muse_spark")
-    made = CacheGeometry.from_hf(config)
+    made = CacheGeometry.of_mlx_lm(config)
     caches = lazy_model("muse_spark", config).make_cache()
     windows = [cache.max_size if isinstance(cache, RotatingKVCache) else 0 for cache in caches]
     assert list(made.windows) == windows
@@ -135,7 +177,7 @@ def test_muse_spark_by_the_kinds_of_its_caches() -> None:
 
 def test_olmo_by_its_fields() -> None:
     config = config_of("olmo")
-    made = CacheGeometry.from_hf(config)
+    made = CacheGeometry.of_mlx_lm(config)
     head_dim = config["d_model"] // config["n_heads"]
     assert made.windows == (0,) * config["n_layers"]
     shape = (config["n_heads"], head_dim, head_dim)
@@ -147,7 +189,7 @@ def test_a_replaced_attention_of_nemotron_nas_owns_no_rows() -> None:
     kinds = [block["attention"] for block in config["block_configs"]]
     replaced = [index for index, kind in enumerate(kinds) if kind.get("replace_with_linear")]
     assert replaced
-    made = CacheGeometry.from_hf(config)
+    made = CacheGeometry.of_mlx_lm(config)
     for index in replaced:
         assert made.model_layers[index] == ModelLayer()
     # mlx-lm makes a cache for it all the same, which stays mlx-lm's.
@@ -206,7 +248,7 @@ FOLLOWS_LAYER_TYPES = {
 @pytest.mark.parametrize("family", TRACEABLE)
 def test_the_rule_moves_with_the_model(family: str) -> None:
     config = config_of(family)
-    original = unmarked(CacheGeometry.from_hf(config))
+    original = unmarked(CacheGeometry.of_mlx_lm(config))
     compared = moved = 0
     for change, variant in variants(config):
         try:
@@ -215,7 +257,7 @@ def test_the_rule_moves_with_the_model(family: str) -> None:
             # mlx-lm cannot run this variant, so there is nothing to agree with.
             continue
         try:
-            made = unmarked(CacheGeometry.from_hf(variant))
+            made = unmarked(CacheGeometry.of_mlx_lm(variant))
         except GeometryError:
             # Stricter than mlx-lm is fine: a list of the wrong length, a contradiction.
             continue
@@ -247,7 +289,7 @@ def test_no_malformed_value_gets_past_the_typed_errors(family: str) -> None:
     for path in all_paths(config):
         for value in JUNK:
             try:
-                made = CacheGeometry.from_hf(changed(config, path, value))
+                made = CacheGeometry.of_mlx_lm(changed(config, path, value))
             except GeometryError:
                 refused += 1
             else:
@@ -315,7 +357,7 @@ def test_every_model_file_is_covered_or_listed_as_not_covered() -> None:
     assert covered == set(CONFIGS)
     for family in not_covered:
         with pytest.raises(GeometryError):
-            CacheGeometry.from_hf({"model_type": family})
+            CacheGeometry.of_mlx_lm({"model_type": family})
 
 
 def test_every_rule_belongs_to_a_model_file() -> None:

@@ -71,15 +71,24 @@ def test_speculative_decoding_equals_greedy_past_the_window(
 ) -> None:
     model, draft = tiny(name), tiny(name, seed=7)
     prompt = random_tokens(model, 5, seed=4)
+    made = []
+
+    def make(of: Any) -> Any:
+        made.append(make_prompt_cache(of, spare=4))
+        return made[-1]
+
     # Given no caches, mlx-lm makes them by this name; given a list, it splits it by layers, which
     # is wrong for models with fewer caches than layers.
-    monkeypatch.setattr(sys.modules["mlx_lm.generate"], "make_prompt_cache", make_prompt_cache)
+    monkeypatch.setattr(sys.modules["mlx_lm.generate"], "make_prompt_cache", make)
     steps = list(
-        speculative_generate_step(mx.array(prompt), model, draft, num_draft_tokens=3, max_tokens=24)
+        speculative_generate_step(mx.array(prompt), model, draft, num_draft_tokens=3, max_tokens=40)
     )
     tokens = [int(token) for token, _, _ in steps]
-    assert tokens == greedy(model, prompt, 24, make_prompt_cache(model))
+    assert tokens == greedy(model, prompt, 40, make_prompt_cache(model))
     assert not all(from_draft for _, _, from_draft in steps), "no draft token was ever rejected"
+    for cache in made:
+        assert cache.sequence.layout.high_water > max(cache.sequence.geometry.windows) + 3 + 8
+        assert cache.sequence.rewind_floor > 0, "the rings have wrapped"
 
 
 @pytest.mark.parametrize("name", WINDOW_FAMILIES)
@@ -128,6 +137,45 @@ def test_is_trimmable_only_while_every_position_can_be_reached() -> None:
     assert cache.sequence.length == 0
     logits_in_chunks(model, random_tokens(model, window + 4, seed=1), cache, [window + 4])
     assert not can_trim_prompt_cache(cache)
+
+
+def test_mlx_lm_trims_a_wrapped_cache_exactly_or_is_told_why_not() -> None:
+    """Its speculation trims without another question, and would not hear of a no."""
+    model = tiny("gemma3_text")
+    tokens = random_tokens(model, 40, seed=5)
+    cache = make_prompt_cache(model, spare=8)
+    logits_in_chunks(model, tokens, cache, [30] + [1] * 10)
+    assert cache.sequence.rewind_floor > 0, "the rings have wrapped"
+    assert not can_trim_prompt_cache(cache)
+    before = [np.array(array) for array in cache.sequence.state]
+    with pytest.raises(RewindError, match="overwritten"):
+        trim_prompt_cache(cache, 9)
+    assert [layer.offset for layer in cache] == [40] * len(cache)
+    for old, array in zip(before, cache.sequence.state, strict=True):
+        np.testing.assert_array_equal(old, np.array(array))
+    assert trim_prompt_cache(cache, 6) == 6
+    warm = last_logits(model, [3, 4], cache)
+    cold = last_logits(model, [*tokens[:34], 3, 4], make_prompt_cache(model))
+    np.testing.assert_allclose(warm, cold, atol=1e-4)
+    assert np.abs(warm - last_logits(model, [*tokens, 3, 4], make_prompt_cache(model))).max() > 1e-2
+
+
+def test_mlx_lms_prompt_cache_is_told_no_where_it_may_trim_any_number() -> None:
+    model = tiny("gemma3_text")
+    tokens = random_tokens(model, 40, seed=5)
+    for wrapped in (False, True):
+        spare = 4 if wrapped else 64
+        cache = make_prompt_cache(model, spare=spare)
+        logits_in_chunks(model, tokens, cache, [30] + [1] * 10)
+        assert (cache.sequence.rewind_floor > 0) == wrapped
+        entries = LRUPromptCache()
+        entries.insert_cache("model", tokens, cache)
+        found, rest = entries.fetch_nearest_cache("model", [*tokens[:20], 1, 2, 3])
+        assert (found is None) == wrapped
+        start = make_prompt_cache(model) if found is None else found
+        warm = last_logits(model, rest, start)
+        cold = last_logits(model, [*tokens[:20], 1, 2, 3], make_prompt_cache(model))
+        np.testing.assert_allclose(warm, cold, atol=1e-4)
 
 
 def test_trim_answers_what_it_could_drop() -> None:
@@ -237,10 +285,14 @@ def test_two_caches_of_one_model_share_nothing() -> None:
     np.testing.assert_allclose(last_logits(model, tokens, make_prompt_cache(model)), cold, atol=0)
 
 
-def test_windows_narrow_every_layer() -> None:
+def test_a_single_window_is_that_of_the_sliding_layers() -> None:
     model = tiny("gemma3_text")
     cache = make_prompt_cache(model, windows=[4])
-    assert set(cache.sequence.geometry.windows) == {4}
+    assert set(cache.sequence.geometry.windows) == {0, 4}
+    own = make_prompt_cache(model).sequence.geometry.windows
+    assert [bool(window) for window in cache.sequence.geometry.windows] == [bool(w) for w in own]
+    with pytest.raises(GeometryError, match="has none"):
+        make_prompt_cache(tiny("qwen3"), windows=[4])
     tokens = random_tokens(model, 30, seed=3)
     by_steps = logits_in_chunks(model, tokens, cache, [1] * 30)
     whole = logits_in_chunks(model, tokens, make_prompt_cache(model, windows=[4]), [30])
@@ -249,19 +301,22 @@ def test_windows_narrow_every_layer() -> None:
     assert np.abs(np.array(whole - wide)).max() > 1e-2
 
 
-def test_flat_windows_leave_the_models_own_masks_in_force() -> None:
+def test_a_window_of_0_attends_to_everything() -> None:
     model = tiny("gemma3_text")
     tokens = random_tokens(model, 30, seed=3)
     flat = make_prompt_cache(model, windows=[0])
-    narrow = make_prompt_cache(model)
+    assert set(flat.sequence.geometry.windows) == {0}
+    own = make_prompt_cache(model).sequence.geometry.windows
+    wide = make_prompt_cache(model, windows=[window and 100 for window in own])
+    narrow = logits_in_chunks(model, tokens, make_prompt_cache(model), [30])
     for chunks in ([30], [7, 7, 7, 7, 2], [1] * 30):
         flat.sequence.clear()
-        narrow.sequence.clear()
+        wide.sequence.clear()
+        whole = np.array(logits_in_chunks(model, tokens, flat, chunks))
         np.testing.assert_allclose(
-            np.array(logits_in_chunks(model, tokens, flat, chunks)),
-            np.array(logits_in_chunks(model, tokens, narrow, chunks)),
-            atol=1e-4,
+            whole, np.array(logits_in_chunks(model, tokens, wide, chunks)), atol=1e-4
         )
+        assert np.abs(whole - np.array(narrow)).max() > 1e-2
 
 
 def test_windows_must_agree_where_the_model_shares_a_mask() -> None:

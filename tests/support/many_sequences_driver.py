@@ -313,7 +313,7 @@ def check_cells(cache: MLXCellCache, truth: dict[int, list[Token]]) -> None:
         assert layout.owners(cell) == tuple(sorted(owners))
         assert layout.position_of_cell(cell) == position
     for layer in range(len(cache.geometry.layers)):
-        pool = cache.store(layer)
+        pool = cache.pool(layer)
         if held:
             assert pool.keys is not None
             assert pool.values is not None

@@ -202,10 +202,14 @@ class Session:
         masks = []
         for cache in self.caches:
             for decoy in question.decoys:
-                cache.make_mask(layer, decoy, None, False)
-            masks.append(cache.make_mask(layer, count, question.window, question.as_array))
+                cache.layer(layer).make_mask(decoy, window_size=None, return_array=False)
+            masks.append(
+                cache.layer(layer).make_mask(
+                    count, window_size=question.window, return_array=question.as_array
+                )
+            )
             for decoy in question.decoys:
-                cache.make_mask(layer, decoy, question.window, True)
+                cache.layer(layer).make_mask(decoy, window_size=question.window, return_array=True)
         first = masks[0]
         for other in masks[1:]:
             same = raw(first) == raw(other) if isinstance(first, mx.array) else first == other
@@ -224,7 +228,7 @@ class Session:
         truth.store(keys, values, dtypes)
         self.high_water = max(self.high_water, position + count)
         given = mx.array(keys).astype(dtypes[0]), mx.array(values).astype(dtypes[1])
-        answers = [cache.update_and_fetch(layer, *given) for cache in self.caches]
+        answers = [cache.layer(layer).update_and_fetch(*given) for cache in self.caches]
         again = [self._read_again(cache, layer, position, count) for cache in self.caches]
         mask = None if masks is None else masks[0]
         expected = truth.rows_as(dtypes, 0, position + count)
@@ -397,7 +401,7 @@ class Session:
         for cache in self.caches:
             before = observe(cache)
             try:
-                cache.update_and_fetch(layer, *given)
+                cache.layer(layer).update_and_fetch(*given)
             except PositionError:
                 assert observe(cache) == before
             else:

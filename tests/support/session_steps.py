@@ -16,7 +16,7 @@ from tests.support.plain_cache import GEOMETRY
 def write(cache: MLXSequenceCache, value: float, tokens: int = 1) -> None:
     rows = mx.full((1, 1, tokens, 4), value) + cache.length
     for layer in range(len(GEOMETRY.layers)):
-        cache.update_and_fetch(layer, rows, -rows)
+        cache.layer(layer).update_and_fetch(rows, -rows)
 
 
 def held(cache: MLXSequenceCache) -> list[Any]:

@@ -20,6 +20,7 @@ from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.layer_stack import Rule, one_cache_a_layer
 from mlx_kvcache.facts.hf.layer_types import (
     HYBRID,
+    SLIDING,
     KindsOf,
     by_layer_types,
     every_nth,
@@ -190,16 +191,21 @@ FAMILIES: Mapping[str, Family] = {
     "iquestloopcoder": Family(layer_map.iquestloopcoder, {"loop_num": 2, "loop_window_size": 64}),
     "nanbeige": Family(layer_map.nanbeige, {"num_loops": 1}),
     # layer_types, all full where the list is absent.
-    **dict.fromkeys(("exaone_moe", "llama", "ministral3"), _each(by_layer_types(), row.either)),
-    **dict.fromkeys(("mellum", "muse_spark"), _each(by_layer_types(), row.given)),
-    "afmoe": _each(
-        by_layer_types(), row.given, {**_sizes(32, 2048, 32, 4, 64), "sliding_window": 2048}
-    ),
+    **dict.fromkeys(("llama", "ministral3"), _each(by_layer_types(), row.either)),
+    "mellum": _each(by_layer_types(), row.given),
     "laguna": _each(
         by_layer_types(), row.given, {**_sizes(40, 2048, 48, 8, 128), "sliding_window": 512}
     ),
     "gear": _each(
         by_layer_types(("flat", "ring", "recurrent")), row.given, {"sliding_window": 512}
+    ),
+    # layer_types, which the model can't do without.
+    "exaone_moe": _each(required_layer_types(SLIDING), row.either),
+    "muse_spark": _each(required_layer_types(SLIDING), row.given),
+    "afmoe": _each(
+        required_layer_types(SLIDING),
+        row.given,
+        {**_sizes(32, 2048, 32, 4, 64), "sliding_window": 2048},
     ),
     # layer_types, with a default of the family's own.
     "olmo3": _each(by_layer_types(period=4), row.either),

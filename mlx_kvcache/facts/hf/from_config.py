@@ -7,35 +7,74 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mlx_kvcache.errors import GeometryError, ModelNotFoundError
+from mlx_kvcache.errors import GeometryError, ModelNotFoundError, UnknownLayerTypeError
 from mlx_kvcache.facts.checks import shortened
+from mlx_kvcache.facts.hf.attended import ATTENDED_FAMILIES, ATTENDED_WRAPPERS
 from mlx_kvcache.facts.hf.families import ALIASES, ARCHITECTURES, FAMILIES, Family
 from mlx_kvcache.facts.hf.fields import Fields
+from mlx_kvcache.facts.hf.layer_overrides import with_layer_overrides
+from mlx_kvcache.facts.hf.layer_stack import Rule
 from mlx_kvcache.facts.hf.unlisted_rule import unlisted
 from mlx_kvcache.facts.hf.wrappers import WRAPPERS, Wrapper
 from mlx_kvcache.facts.layers import LayerMap
 
+#: Where models of several parts have the one that holds their text model.
+WRAPPED_PARTS = ("thinker_config", "vlm_config")
 
-def layers_from_hf(config: Mapping[str, Any] | str | PathLike[str] | object) -> LayerMap:
-    """What `CacheGeometry.from_hf` answers: the caches that mlx-lm makes for the model."""
+
+@dataclass(frozen=True)
+class Tables:
+    """Whose answer it is: a family for each model_type, and the wrappers around text models."""
+
+    families: Mapping[str, Family]
+    wrappers: Mapping[str, Wrapper]
+
+
+#: What the model attends.
+ATTENDED = Tables(ATTENDED_FAMILIES, ATTENDED_WRAPPERS)
+#: What mlx-lm's caches of the model keep.
+KEPT_BY_MLX_LM = Tables(
+    {**FAMILIES, **{name: FAMILIES[family] for name, family in ALIASES.items()}}, WRAPPERS
+)
+
+
+def layers_from_hf(
+    config: Mapping[str, Any] | str | PathLike[str] | object, tables: Tables = ATTENDED
+) -> LayerMap:
+    """What `CacheGeometry.from_hf` and `of_mlx_lm` answer, each from tables of its own."""
     values = read_config(config)
     model_type = _model_type(values)
-    wrapper = WRAPPERS.get(model_type)
+    _refuse_encoder_decoder(model_type, values)
+    wrapper = tables.wrappers.get(model_type)
     if wrapper is not None:
         return _wrapped(model_type, wrapper, values)
-    family = _family(model_type, values)
+    family = _family(tables, model_type, values)
     text = values.get("text_config")
+    if family is None and text is None:
+        for name in WRAPPED_PARTS:
+            if values.get(name) is not None:
+                return layers_from_hf(_section(model_type, name, values[name]), tables)
     if family is None and text is not None:
-        text = _text_section(model_type, text)
+        text = _section(model_type, "text_config", text)
         model_type = _model_type(text)
-        family, values = _family(model_type, text), text
+        family, values = _family(tables, model_type, text), text
     if family is None:
-        return unlisted(Fields(values, model_type or "a config without model_type"))
-    return family.rule(Fields(values, model_type, family.names, family.defaults))
+        return _ruled(unlisted, Fields(values, model_type or "a config without model_type"))
+    return _ruled(family.rule, Fields(values, model_type, family.names, family.defaults))
+
+
+def _ruled(rule: Rule, fields: Fields) -> LayerMap:
+    if fields.raw("use_bidirectional_attention") in (True, "all"):
+        raise UnknownLayerTypeError(
+            f"{fields.family} attends to both sides ('use_bidirectional_attention'): what a token "
+            "sees changes with the tokens after it, so that its keys and values can't be kept"
+        )
+    return with_layer_overrides(fields, rule(fields))
 
 
 def read_config(config: Mapping[str, Any] | str | PathLike[str] | object) -> Mapping[str, Any]:
@@ -104,11 +143,11 @@ def _as_mapping(config: object) -> Mapping[str, Any]:
 def _wrapped(model_type: str, wrapper: Wrapper, values: Mapping[str, Any]) -> LayerMap:
     family, text = wrapper.family, values.get("text_config")
     if text is not None or (wrapper.nested and not _is_text_part(model_type, values)):
-        values = _text_section(model_type, text)
+        values = _section(model_type, "text_config", text)
         family = wrapper.by_text_type.get(_model_type(values), family)
         model_type = f"{model_type}.text_config"
     defaults = {**family.defaults, **wrapper.defaults}
-    return family.rule(Fields(values, model_type, family.names, defaults))
+    return _ruled(family.rule, Fields(values, model_type, family.names, defaults))
 
 
 def _is_text_part(model_type: str, values: Mapping[str, Any]) -> bool:
@@ -116,10 +155,19 @@ def _is_text_part(model_type: str, values: Mapping[str, Any]) -> bool:
     return model_type in FAMILIES and "num_hidden_layers" in values
 
 
-def _text_section(model_type: str, text: object) -> Mapping[str, Any]:
-    if not isinstance(text, Mapping):
-        raise Fields({}, model_type).error("text_config", text, "an object: the text model")
-    return text
+def _section(model_type: str, name: str, part: object) -> Mapping[str, Any]:
+    if not isinstance(part, Mapping):
+        raise Fields({}, model_type).error(name, part, "an object: the text model")
+    return part
+
+
+def _refuse_encoder_decoder(model_type: str, values: Mapping[str, Any]) -> None:
+    if values.get("is_encoder_decoder"):
+        raise UnknownLayerTypeError(
+            f"{model_type or 'a config without model_type'} is an encoder and a decoder "
+            "('is_encoder_decoder'): its layers also keep the encoder's keys and values, which no "
+            "cache layer describes. Use the framework's own cache for it"
+        )
 
 
 def _model_type(values: Mapping[str, Any]) -> str:
@@ -133,7 +181,7 @@ def _model_type(values: Mapping[str, Any]) -> str:
     return model_type
 
 
-def _family(model_type: str, values: Mapping[str, Any]) -> Family | None:
+def _family(tables: Tables, model_type: str, values: Mapping[str, Any]) -> Family | None:
     listed = values.get("architectures")
     if isinstance(listed, str):
         listed = (listed,)
@@ -142,4 +190,4 @@ def _family(model_type: str, values: Mapping[str, Any]) -> Family | None:
         special = ARCHITECTURES.get((model_type, architecture))
         if special is not None:
             return FAMILIES[special]
-    return FAMILIES.get(ALIASES.get(model_type, model_type))
+    return tables.families.get(model_type)

@@ -28,6 +28,9 @@ GEMMA4_SHARED_LAYERS = 20
 def gemma3n(fields: Fields) -> LayerMap:
     """gemma3n: the trailing num_kv_shared_layers read the last owner of their own type."""
     kinds = required_layer_types(SLIDING)(fields)
+    if "num_kv_shared_layers" not in fields.values:
+        # transformers takes 15 then, and mlx-lm builds no model.
+        raise fields.error("num_kv_shared_layers", None, "an integer >= 0, or null")
     shared = fields.optional_integer("num_kv_shared_layers", 0) or 0
     return stack_kinds(fields, kinds, row_shapes.given(fields), shared)
 

@@ -6,9 +6,8 @@ whether it caches heads, a latent, or what the latent expands to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.layer_types import MemoryKind
@@ -134,7 +133,7 @@ def with_global(fields: Fields, kinds: tuple[MemoryKind, ...]) -> list[RowShape]
     """gemma4: one shape for each layer, full ones with head_dim and KV heads of their own.
 
     global_head_dim always applies to them, num_global_key_value_heads only with
-    attention_k_eq_v. A config object of transformers gives the same facts as per_layer_config.
+    attention_k_eq_v.
     """
     local = either(fields)
     heads = local.kv_heads
@@ -142,22 +141,4 @@ def with_global(fields: Fields, kinds: tuple[MemoryKind, ...]) -> list[RowShape]
     if fields.flag("attention_k_eq_v"):
         heads = fields.optional_integer("num_global_key_value_heads") or heads
     full = of_heads(heads, full_dim)
-    shapes = [full if kind == "flat" else local for kind in kinds]
-    if not fields.given("per_layer_config"):
-        return shapes
-    overrides = fields.section("per_layer_config")
-    return [_overridden(overrides, index, shape) for index, shape in enumerate(shapes)]
-
-
-def _overridden(overrides: Fields, index: int, shape: RowShape) -> RowShape:
-    # JSON has string keys, the config object itself integers.
-    by_index: Mapping[Any, Any] = overrides.values
-    values = by_index.get(str(index), by_index.get(index))
-    if values is None:
-        return shape
-    if not isinstance(values, Mapping):
-        raise overrides.error(str(index), values, "an object with fields of its own")
-    own = Fields(values, f"{overrides.family}[{index}]")
-    heads = own.optional_integer("num_key_value_heads") or shape.kv_heads
-    head_dim = own.optional_integer("head_dim")
-    return RowShape(heads, head_dim or shape.key_dim, head_dim or shape.value_dim)
+    return [full if kind == "flat" else local for kind in kinds]

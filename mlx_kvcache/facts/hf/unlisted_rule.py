@@ -13,60 +13,23 @@ from mlx_kvcache.facts.hf.fields import Fields
 from mlx_kvcache.facts.hf.layer_stack import stack_kinds
 from mlx_kvcache.facts.hf.layer_types import MemoryKind, all_of, by_pattern, listed_kinds
 from mlx_kvcache.facts.hf.row_shapes import with_global
+from mlx_kvcache.facts.hf.unlisted_fields import bearing_fields, is_encoder
 from mlx_kvcache.facts.layers import LayerMap
-
-#: Fields of layers that keep a state: fine where layer_types says which layers those are.
-STATE_PREFIXES = ("mamba_", "ssm_", "linear_", "conv_", "time_step_", "rwkv_", "lru_")
-STATE_FIELDS = (
-    "state_size",
-    "d_state",
-    "d_conv",
-    "attn_layer_period",
-    "full_attention_interval",
-    "full_attn_idxs",
-    "layer_group_size",
-)
-#: Fields of caching rules that no standard field describes.
-UNKNOWN_FIELDS = (
-    "kv_lora_rank",
-    "index_topk",
-    "index_head_dim",
-    "compress_ratios",
-    "sparse_attention_config",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-    "layers_block_type",
-    "block_types",
-    "block_configs",
-    "sliding_window_layers",
-    "sliding_window_size",
-    "attention_window_size",
-    "swa_head_dim",
-    "swa_num_key_value_heads",
-    "num_kv_reuse_layers",
-    "use_cla",
-    "num_loops",
-    "loop_num",
-    "v_head_dim",
-    # Another spelling of the KV heads, or another way to count them.
-    "num_kv_heads",
-    "n_head_kv",
-    "multi_query",
-    "multi_query_group_num",
-    "num_query_groups",
-    "kv_channels",
-    # Cross attention keeps the encoder's keys and values too.
-    "is_encoder_decoder",
-)
 
 
 def unlisted(fields: Fields) -> LayerMap:
     """The geometry by the standard fields alone.
 
     layer_types decide; without them sliding_window with its pattern, then sliding_window or
-    attention_chunk_size for all layers, then all flat. Raises `UnknownLayerTypeError` for fields
-    that hint at another kind of memory.
+    attention_chunk_size for all layers, then all flat. Raises `UnknownLayerTypeError` for
+    encoders and for fields that bear on what is cached and are not known.
     """
+    if is_encoder(fields.family, fields.raw("architectures")):
+        raise UnknownLayerTypeError(
+            f"{fields.family} is an encoder by the names of its model ({fields.family!r}, "
+            f"{fields.raw('architectures')!r}): it attends to both sides, so that there is no next "
+            "token to keep keys and values for. Give the config of the decoder itself"
+        )
     kinds = listed_kinds(fields) or _kinds_by_window(fields)
     _refuse_unknown_memory(fields, kinds)
     shared = fields.optional_integer("num_kv_shared_layers", 0) or 0
@@ -80,25 +43,27 @@ def _kinds_by_window(fields: Fields) -> tuple[MemoryKind, ...]:
         if fields.raw("sliding_window_pattern") is not None:
             return by_pattern(fields)
         if fields.optional_integer("sliding_window") is not None:
-            return all_of("ring", count)
+            return (*all_of("flat", _full_first(fields)), *all_of("ring", count))[:count]
     if fields.optional_integer("attention_chunk_size") is not None:
         return all_of("chunk", count)
     return all_of("flat", count)
 
 
+def _full_first(fields: Fields) -> int:
+    """max_window_layers: despite its name, the layers *before* it attend to everything."""
+    first = fields.optional_integer("max_window_layers", 0)
+    if first is not None and fields.raw("use_sliding_window") is None:
+        # Where both are known, an absent switch means off in some families and on in others.
+        raise fields.error("use_sliding_window", None, "true or false beside 'max_window_layers'")
+    return first or 0
+
+
 def _refuse_unknown_memory(fields: Fields, kinds: Sequence[MemoryKind]) -> None:
-    set_fields = sorted(
-        name for name, value in fields.values.items() if isinstance(name, str) and value
-    )
-    found = [name for name in set_fields if name in UNKNOWN_FIELDS]
-    if "recurrent" not in kinds:
-        found += [
-            name for name in set_fields if name in STATE_FIELDS or name.startswith(STATE_PREFIXES)
-        ]
-    if found:
+    found = next(bearing_fields(fields.values, "recurrent" in kinds), None)
+    if found is not None:
         raise UnknownLayerTypeError(
             f"{fields.family} is not a model_type with a known caching rule, and its config field "
-            f"{found[0]!r} ({fields.values[found[0]]!r}) says that it caches something that the "
-            "standard fields do not describe. Trace the loaded model instead "
+            f"{found!r} ({fields.values[found]!r}) bears on what it attends to or caches in a way "
+            "that the standard fields do not describe. Trace the loaded model instead "
             "(mlx_kvcache.integrations.tracing), or add a rule (docs/model_families.md)"
         )
