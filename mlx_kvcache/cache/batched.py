@@ -20,7 +20,6 @@ from mlx_kvcache.errors import StepError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
 from mlx_kvcache.layout.batched import BatchedLayout, Kept
-from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.steps import DeclaredStep
 from mlx_kvcache.store.rows import KeysValues, RowView
 
@@ -33,7 +32,7 @@ Layout = BatchedLayout[MLXSequenceCache]
 #: The rows of the rings of one sequence, by layer.
 Rings = dict[int, LayerState]
 #: A layer, and for each sequence of a step its rows and its mask.
-Answers = tuple[int, list[KeysValues], list[Mask]]
+Answers = tuple[int, list[RowView], list[Mask]]
 
 
 class BatchedStep:
@@ -248,7 +247,7 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
         masks = running.masks(layer, self.geometry.layers[layer].policy)
         running.is_torn = True
         parts = zip(running.layers[layer], running.split(keys), running.split(values), strict=True)
-        running.answers = layer, [own.update_and_fetch(*rows) for own, *rows in parts], masks
+        running.answers = layer, [own.write(*rows) for own, *rows in parts], masks
         running.is_torn = False
 
     def _attend(
@@ -256,17 +255,14 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
     ) -> mx.array:
         _, held, masks = self._answers(running, layer)
         parts = zip(running.split(queries), held, masks, strict=True)
-        answers = [
-            attend_view(own, RowView(*rows, (Run(0, rows[0].shape[2]),)), mask, options)
-            for own, rows, mask in parts
-        ]
+        answers = [attend_view(own, view, mask, options) for own, view, mask in parts]
         running.answers = None
         return running.join(answers)
 
     def _single_answer(self, running: BatchedStep, layer: int) -> KeysValues:
-        _, (rows,), _ = self._answers(running, layer)
+        _, (view,), _ = self._answers(running, layer)
         running.answers = None
-        return rows
+        return view.dense()
 
     def _mask(self, running: BatchedStep, layer: int) -> Mask:
         return running.masks(layer, self.geometry.layers[layer].policy)[0]
@@ -276,4 +272,4 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
         if running.answers is not None and running.answers[0] == layer:
             return running.answers
         masks = running.masks(layer, self.geometry.layers[layer].policy)
-        return layer, [own.keys_and_values() for own in running.layers[layer]], masks
+        return layer, [own.read_again() for own in running.layers[layer]], masks

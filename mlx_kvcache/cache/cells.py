@@ -60,7 +60,6 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
         super().__init__(geometry, config)
         config = self.config
         self._stores = [DenseRows() for _ in geometry.layers]
-        self._storage_dtype = None if config.kv_dtype is None else getattr(mx, config.kv_dtype)
         self._array_start = prefers_array_start(bytes_per_token(geometry, config))
         self._cells = min(config.initial_capacity, config.capacity)
 
@@ -221,11 +220,12 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
         rows = self._cells
         if store.keys is None:
             _, heads, _, key_dim = keys.shape
+            stored = getattr(mx, self.config.kv_dtype or "", None)
             store.allocate(
                 (1, heads, rows, key_dim),
                 (1, heads, rows, values.shape[3]),
-                self._storage_dtype or keys.dtype,
-                self._storage_dtype or values.dtype,
+                stored or keys.dtype,
+                stored or values.dtype,
             )
         elif store.keys.shape[2] < rows:
             store.grow(rows)

@@ -131,6 +131,9 @@ class SequenceLayer:
         if step.joined:
             view = store.read_before(step.read, keys, values)
             store.write(step.placement, keys, values)
+            # Whoever evaluates the answer evaluates the write, which else would be left to a
+            # stream of this thread.
+            view = view._replace(keys=mx.depends(view.keys, store.state))
             if self.geometry.shared:
                 steps.joined[self.index] = view
         else:

@@ -138,7 +138,8 @@ class SequenceLayout:
         since the plan was made.
         """
         self.admit(plan.position, plan.tokens)
-        self._begin(plan.position, plan.end)
+        high = max(self._high_water, plan.end)
+        self._start, self._length, self._high_water = plan.position, plan.end, high
 
     def begin(self, position: int, tokens: int) -> None:
         """Admit and commit a step that every layer is yet to write; nothing, when it runs already.
@@ -150,15 +151,11 @@ class SequenceLayout:
             self.admit(position, tokens)
             if position != self._length:
                 return
-        self.unwritten = len(self._layers)
-        self._begin(position, end)
-
-    def _begin(self, position: int, end: int) -> None:
-        self._start = position
-        if end > self._length:
-            self._length = end
-            if end > self._high_water:
-                self._high_water = end
+        high = self._high_water if self._high_water > end else end
+        # One statement, which an interrupt finds done or not begun.
+        self._start, self._length, self._high_water, self.unwritten = (
+            position, end, high, len(self._layers),
+        )  # fmt: skip
 
     def check_rewind(self, position: int) -> None:
         """Raise `RewindError` unless `rewind(position)` is possible now."""

@@ -133,3 +133,26 @@ def test_defragmentation_clears_cells_of_values_that_are_no_numbers() -> None:
     assert (decoded(cache, other) == 1).all()
     for array in cache.state:
         assert not mx.isnan(array).any()
+
+
+def test_every_kind_attends_in_the_dtype_of_the_queries() -> None:
+    """New rows of a narrower dtype do not round the rows that are stored."""
+    geometry = geometry_of((0,))
+    facts = geometry.layers[0]
+    random = np.random.default_rng(5)
+    answers = []
+    keys, values = (
+        mx.array(random.normal(size=(1, facts.kv_heads, 6, dim)).astype(np.float32))
+        for dim in (facts.key_dim, facts.value_dim)
+    )
+    for kind in ("sequence", "cell", "batched"):
+        cache: Any = FACTORY.build("mlx", kind, geometry, CacheConfig(64, kv_dtype="float32"))
+        sequence = None if kind == "sequence" else cache.new()
+        for part, dtype in ((slice(0, 5), mx.float32), (slice(5, 6), mx.bfloat16)):
+            new_keys = keys[:, :, part]
+            if sequence is not None:
+                cache.declare_step([(sequence, new_keys.shape[2])])
+            rows = new_keys.astype(dtype), values[:, :, part].astype(dtype)
+            answer = cache.attend(0, new_keys * 0.2, *rows, SCALE)
+        answers.append(np.array(answer).tolist())
+    assert answers[0] == answers[1] == answers[2]

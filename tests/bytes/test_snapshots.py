@@ -223,3 +223,27 @@ def test_copies_run_each_in_a_thread_of_its_own() -> None:
         thread.join()
     assert not failures
     assert answers[0] == answers[1] == answers[2] == answers[3]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_a_cache_goes_to_another_thread_once_its_answer_is_computed(tokens: int) -> None:
+    """Also after a step larger than the spare rows, which answers before it writes."""
+    cache = MLXSequenceCache(simple_geometry(4), CacheConfig(99, spare=2))
+    facts = cache.geometry.layers[0]
+    keys = mx.ones((1, facts.kv_heads, tokens, facts.key_dim))
+    values = mx.ones((1, facts.kv_heads, tokens, facts.value_dim))
+    failures: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            mx.eval(cache.attend(0, keys, keys, values, 1.0))
+        except RuntimeError as error:
+            failures.append(error)
+
+    for _ in range(4):
+        step()
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    assert not failures
+    assert cache.length == 8 * tokens

@@ -6,6 +6,10 @@ Each case is small and named; the state machine covers their combinations.
 from __future__ import annotations
 
 import itertools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -196,3 +200,45 @@ def test_half_a_step_is_refused_at_the_layer_that_has_it_too(written: int) -> No
 def _write(cache, layer: int, count: int) -> None:
     keys, values = mx.ones((1, 2, count, 3)), mx.ones((1, 2, count, 2))
     mx.eval(cache.layer(layer).update_and_fetch(keys, values))
+
+
+def test_an_interrupt_anywhere_in_a_step_costs_no_earlier_step() -> None:
+    """Wherever it falls, the way back leads to where the step began, and not further."""
+    reached = 0
+    for line in itertools.count():
+        cache = make_cache(simple_geometry(0, 3), CacheConfig(100, spare=4), "array")
+        for count in (8, 1):
+            for layer in (0, 1):
+                _write(cache, layer, count)
+        if not interrupted_at(line, lambda cache=cache: _write(cache, 0, 1)):
+            break
+        reached += 1
+        cache.rewind(9)
+        assert [layer.offset for layer in cache.layers] == [9, 9]
+        for layer in (0, 1):
+            _write(cache, layer, 1)
+        assert cache.length == 10
+    assert reached > 20
+
+
+def interrupted_at(line: int, call: Callable[[], object]) -> bool:
+    """Whether a KeyboardInterrupt before the line executed after so many others ended the call."""
+    seen = itertools.count()
+
+    def local(_frame: FrameType, event: str, _argument: object) -> Any:
+        if event == "line" and next(seen) == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return local
+
+    def begin(frame: FrameType, *_: object) -> Any:
+        return local if "mlx_kvcache" in frame.f_code.co_filename else None
+
+    sys.settrace(begin)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
