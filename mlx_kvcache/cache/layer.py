@@ -6,6 +6,7 @@ import copy
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.core import slice_update, split
 
 from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.step import PolicySteps
@@ -13,7 +14,8 @@ from mlx_kvcache.errors import GeometryError, UpdateDtypeError, UpdateShapeError
 from mlx_kvcache.facts.geometry import LayerGeometry
 from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.sequence import SequenceLayout
-from mlx_kvcache.store.rows import DenseRows, KeysValues, RowStore, RowView
+from mlx_kvcache.store.ops import ROW_AXIS
+from mlx_kvcache.store.rows import DenseRows, KeysValues, Placement, RowStore, RowView
 
 
 class LayerState(NamedTuple):
@@ -60,9 +62,9 @@ class SequenceLayer:
         self.index = index
         self.geometry = geometry
         self.offset = 0
+        self._steps = steps
         self.store: RowStore = DenseRows()
         self._sequence = sequence
-        self._steps = steps
         self._storage_dtype = storage_dtype
         # What the newest update that passed every check was given. The shapes are those of one
         # new row, and None where a row must be cast on its way in and out.
@@ -75,9 +77,9 @@ class SequenceLayer:
         # Arrays are values, which both may hold; unevaluated ones would belong to this thread.
         mx.eval(self.store.state)
         twin = memo[id(self)] = copy.copy(self)
-        twin.store = self.store.copy()
         twin._sequence = copy.deepcopy(self._sequence, memo)
         twin._steps = copy.deepcopy(self._steps, memo)
+        twin.store = self.store.copy()
         return twin
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysValues:
@@ -89,20 +91,36 @@ class SequenceLayer:
         Raises `UpdateShapeError`, `UpdateDtypeError`, `PositionError` or `CapacityError`, and
         then nothing has changed.
         """
-        step = self._steps.running
+        steps = self._steps
         if (
-            self.offset != step.row_at
+            self.offset != steps.row_at
             or keys.shape != self._key_shape
             or values.shape != self._value_shape
         ):
             if not self._opens_decode(keys, values):
                 return self._in_callers_dtype(self._write(keys, values))
-            step = self._steps.running
-        # The shapes are known, so the rows are allocated and the step's is among them.
-        rows = self.store.append(keys, values, step.start, step.stop)
-        self.offset = step.end
+            if not steps.array_start:
+                return self._append_at(keys, values)
+        # The shapes are known: rows are stored as they are, and the step's is among them.
+        store = self.store
+        keys = slice_update(store.keys, keys, steps.start, ROW_AXIS)  # type: ignore[arg-type]
+        values = slice_update(store.values, values, steps.start, ROW_AXIS)  # type: ignore[arg-type]
+        store.keys, store.values = keys, values
+        self.offset = steps.end
         self._sequence.unwritten -= 1
-        return rows
+        stop = steps.stop
+        if not stop:
+            return keys, values
+        # The first of two parts is a view, built faster than a slice.
+        return split(keys, (stop,), 2)[0], split(values, (stop,), 2)[0]
+
+    def _append_at(self, keys: mx.array, values: mx.array) -> KeysValues:
+        """A decode step whose row the host knows."""
+        steps, start = self._steps, self._steps.start
+        self.store.write(Placement((Run(self.offset, 1),), (start,)), keys, values)
+        self.offset = steps.end
+        self._sequence.unwritten -= 1
+        return self.store.read((Run(0, steps.stop or self.store.rows),)).dense()
 
     def write(self, keys: mx.array, values: mx.array) -> RowView:
         """Append rows as `update_and_fetch` does; answer what is visible as it lies.
@@ -120,7 +138,7 @@ class SequenceLayer:
             and values.shape == self._value_shape
             and keys.dtype == self._key_dtype
             and values.dtype == self._value_dtype
-            and (self.offset == self._steps.running.row_at or self._steps.open_decode(self.offset))
+            and (self.offset == self._steps.decode_at or self._steps.open_decode(self.offset))
         )
 
     def _write(self, keys: mx.array, values: mx.array) -> RowView:
@@ -155,11 +173,11 @@ class SequenceLayer:
             raise UpdateShapeError(
                 f"cache layer {self.index} holds no keys and values yet; update it first"
             )
-        step = steps.running
-        if step.end != self.offset:
+        step = steps.step
+        if step is None and steps.decode_at >= 0 and steps.end == self.offset:
+            return store.read((Run(0, steps.stop or store.rows),))
+        if step is None or step.end != self.offset:
             return store.read(steps.read_runs(self.offset))
-        if step.row_at >= 0:
-            return store.read((Run(0, step.stop or store.rows),))
         if not step.joined:
             return store.read(step.read)
         if self.index not in steps.joined:
@@ -204,7 +222,7 @@ class SequenceLayer:
     @property
     def keys(self) -> mx.array | None:
         """The buffer of the keys, which may be replaced by the same rows with a dependency."""
-        return next(iter(self.store.state), None)
+        return self.store.keys
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
@@ -213,7 +231,7 @@ class SequenceLayer:
     @property
     def values(self) -> mx.array | None:
         """The buffer of the values; see `keys`."""
-        return next(iter(self.store.state[1:]), None)
+        return self.store.values
 
     @values.setter
     def values(self, array: mx.array) -> None:

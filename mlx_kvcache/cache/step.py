@@ -25,35 +25,30 @@ KEPT_MASK_BYTES = 4 * 2**20
 class Step(NamedTuple):
     """One step of the layers that share a policy, made once and used by each of them.
 
-    A decode step is served from the first four fields: `row_at`, its position (NO_POSITION for
-    every other step), `end`, `start`, the row to write, and `stop`, the rows to answer with (0 for
-    all). Whatever depends on the position may be an array too, `start` and what a mask is made of,
-    so that a step can be compiled.
-
-    position, tokens: of the step. placement: where its rows go. read: the runs that its queries
-    may see, oldest first. joined: whether these are to be read before the write, and the new rows
-    follow them. slot_order: whether the rows are answered in the order of the ring's slots.
+    position, tokens, end: of the step. placement: where its rows go. read: the runs that its
+    queries may see, oldest first. joined: whether these are to be read before the write, and the
+    new rows follow them. slot_order: whether the rows come in the order of the ring's slots.
     """
 
-    row_at: int
-    end: int
-    start: int | mx.array
-    stop: int
     position: int
     tokens: int
-    placement: Placement = Placement((), ())
-    read: tuple[Run, ...] = ()
-    joined: bool = False
-    slot_order: bool = False
-
-
-NO_STEP = Step(NO_POSITION, 0, 0, 0, NO_POSITION, 0)
+    end: int
+    placement: Placement
+    read: tuple[Run, ...]
+    joined: bool
+    slot_order: bool
 
 
 class PolicySteps:
     """Opens the steps of the layers that share one policy, and makes their masks.
 
-    `running` is the newest step. `window` and `ring_size` are 0 for flat layers. `rows` is what
+    A decode step is served from four fields: `row_at`, its position, `end`, `start`, the row to
+    write, and `stop`, the rows to answer with (0 for all). `row_at` is NO_POSITION while no such
+    step runs, and where the start is an integer: then `decode_at` alone has the position. Any
+    other step is `step`, None while a decode step runs. Whatever depends on the position may be an
+    array too, `start` and what a mask is made of, so that a step can be compiled.
+
+    `window` and `ring_size` are 0 for flat layers. `rows` is what
     every layer must have allocated: while one has less, no decode step is opened, so that every
     layer passes through the general path and grows. MLX does not check the bounds of an array
     start.
@@ -64,7 +59,6 @@ class PolicySteps:
 
     __slots__ = (
         "_allocated",
-        "_array_start",
         "_behind",
         "_layer_index",
         "_mask_position",
@@ -77,10 +71,16 @@ class PolicySteps:
         "_slot_starts",
         "_templates",
         "_whole_from",
+        "array_start",
+        "decode_at",
+        "end",
         "joined",
         "ring_size",
+        "row_at",
         "rows",
-        "running",
+        "start",
+        "step",
+        "stop",
         "window",
     )
 
@@ -90,7 +90,7 @@ class PolicySteps:
         layout = sequence.layers[layer_index]
         self._sequence = sequence
         self._layer_index = layer_index
-        self._array_start = array_start
+        self.array_start = array_start
         self._ring = layout if isinstance(layout, RingLayout) else None
         self.window = self._ring.window if self._ring else 0
         self.ring_size = self._ring.size if self._ring else 0
@@ -100,7 +100,10 @@ class PolicySteps:
         self._allocated: set[int] = set()
         self._behind: set[int] = set()
         self.rows = self._allocated_rows(min(initial_rows, self._row_limit))
-        self.running = NO_STEP
+        self.step: Step | None = None
+        self.row_at = self.decode_at = NO_POSITION
+        self.end = self.stop = 0
+        self.start: int | mx.array = 0
         # Rows answered by a step larger than the ring, by layer: for layers that are read again.
         self.joined: dict[int, RowView] = {}
         # Made from numbers of the host, so that they belong to no stream and to no thread.
@@ -128,12 +131,12 @@ class PolicySteps:
         `PositionError` for less than one token and `ConfigError` for a negative window.
         """
         own, size = self.window, self.ring_size
-        running = self.running
+        step = self.step
         if (
-            running.position == position
-            and running.tokens == tokens
-            and running.row_at == NO_POSITION
-            and not running.slot_order
+            step is not None
+            and step.position == position
+            and step.tokens == tokens
+            and not step.slot_order
         ):
             return self._logical_mask(position, tokens, window, as_array)
         if tokens == 1 and own and position >= self._whole_from and window >= 0:
@@ -178,7 +181,7 @@ class PolicySteps:
             self._sequence.begin(position, 1)
             stop = 0
             slot = position % self.ring_size
-            start = self._slot_starts.get(slot) if self._array_start else slot
+            start = self._slot_starts.get(slot) if self.array_start else slot
             if start is None:
                 start = self._slot_starts[slot] = mx.array([slot])
         else:
@@ -186,12 +189,15 @@ class PolicySteps:
                 return False
             self._sequence.begin(position, 1)
             stop = end if end < self.rows else 0
-            start = mx.array([position]) if self._array_start else position
+            start = mx.array([position]) if self.array_start else position
             if self._masks and self._mask_position != position:
                 self._forget_masks(NO_POSITION)
         if self.joined:
             self.joined.clear()
-        self.running = Step(position, end, start, stop, position, 1)
+        self.step = None
+        self.end, self.start, self.stop = end, start, stop
+        self.decode_at = position
+        self.row_at = position if self.array_start else NO_POSITION
         return True
 
     def open(self, position: int, tokens: int) -> Step:
@@ -199,36 +205,36 @@ class PolicySteps:
 
         Raises `PositionError` or `CapacityError`, and then changes nothing.
         """
-        running = self.running
-        general = running.row_at == NO_POSITION
-        if general and running.position == position and running.tokens == tokens:
-            return running
+        step = self.step
+        if step is not None and step.position == position and step.tokens == tokens:
+            return step
         plan = self._sequence.plan(self._layer_index, position, tokens)
         self._sequence.begin(position, tokens)
         needed = min(plan.end, self._row_limit)
         self._grow_to(self._allocated_rows(grown_rows(self.rows, needed, self._row_limit)))
         slot_order = self._mask_position == position and tokens in self._slot_order
         starts: tuple[int | mx.array, ...] = tuple(run.start for run in plan.write)
-        if self._array_start:
+        if self.array_start:
             starts = tuple(mx.array([run.start]) for run in plan.write)
         self.joined.clear()
-        self.running = Step(
-            NO_POSITION,
-            plan.end,
-            0,
-            0,
+        self.row_at = self.decode_at = NO_POSITION
+        self.step = Step(
             position,
             tokens,
+            plan.end,
             Placement(plan.write, starts, after_read=plan.joined),
             (Run(0, self.rows),) if slot_order and not plan.joined else plan.read,
             plan.joined,
             slot_order,
         )
-        return self.running
+        return self.step
 
     def is_running(self, position: int, tokens: int) -> bool:
         """Whether the step of `tokens` at `position` is the one that is open."""
-        return self.running.position == position and self.running.tokens == tokens
+        step = self.step
+        if step is None:
+            return tokens == 1 and self.decode_at == position
+        return step.position == position and step.tokens == tokens
 
     def read_runs(self, end: int) -> tuple[Run, ...]:
         """The runs of the rows that position `end` may still see, in logical order."""
@@ -246,10 +252,9 @@ class PolicySteps:
     def reserve(self, length: int) -> None:
         """Ask for enough rows, at once, that `length` positions fit without growing again."""
         rows = max(self.rows, self._allocated_rows(min(length, self._row_limit)))
-        running = self.running
-        if rows > self.rows and running.row_at != NO_POSITION and not running.stop:
+        if rows > self.rows and self.decode_at != NO_POSITION and not self.stop:
             # The running step answers with all rows, of which there are about to be more.
-            self.running = running._replace(stop=running.end)
+            self.stop = self.end
         self._grow_to(rows)
 
     def has_grown(self, layer: int) -> None:
@@ -259,7 +264,8 @@ class PolicySteps:
 
     def forget(self) -> None:
         """Drop the running step: the sequence was rewound or cleared."""
-        self.running = NO_STEP
+        self.step = None
+        self.row_at = self.decode_at = NO_POSITION
         self.joined.clear()
         self._forget_masks(NO_POSITION)
 
@@ -315,7 +321,8 @@ class PolicySteps:
             self._templates[window] = ring_template(size, window)
         first = size - 1 - slot
         template = self._templates[window]
-        mask = mx.array(template[:, first : first + size])
+        # Through its buffer, which MLX copies faster than it does a NumPy array.
+        mask = mx.array(template[:, first : first + size].data)  # type: ignore[arg-type]
         if size * size <= KEPT_MASK_BYTES:
             self._slot_masks[slot, window] = mask
         return mask

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
-from mlx.core import slice_update, split
+from mlx.core import slice_update
 
 from mlx_kvcache.errors import UpdateShapeError
 from mlx_kvcache.layout.runs import Run
@@ -59,7 +59,13 @@ class RowStore(Protocol):
     A store keeps the only references to its buffers: a second one, held anywhere, would turn the
     next write in place into a copy of all rows. Both buffers change in one statement, so that an
     interrupt finds them alike.
+
+    keys, values: the buffers, where rows are stored as they are given (`holds`): a decode step
+    writes its row into them without a call.
     """
+
+    keys: mx.array | None
+    values: mx.array | None
 
     @property
     def rows(self) -> int:
@@ -80,14 +86,6 @@ class RowStore(Protocol):
 
     def holds(self, batch: int, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> bool:
         """Whether rows of this batch and these dtypes are stored as they are."""
-
-    def append(
-        self, keys: mx.array, values: mx.array, start: int | mx.array, stop: int
-    ) -> KeysValues:
-        """Write one row at `start` and answer the rows up to `stop`, or all for 0: a decode step.
-
-        The rows are known to fit in shape and dtype.
-        """
 
     def write(self, placement: Placement, keys: mx.array, values: mx.array) -> None:
         """Write keys [B, H, T, key_dim] and values [B, H, T, value_dim] as placed."""
@@ -147,21 +145,6 @@ class DenseRows:
         if keys is None or values is None:
             return False
         return (keys.shape[0], keys.dtype, values.dtype) == (batch, key_dtype, value_dtype)
-
-    def append(
-        self, keys: mx.array, values: mx.array, start: int | mx.array, stop: int
-    ) -> KeysValues:
-        if type(start) is int:
-            keys = write_rows(self.keys, keys, start)  # type: ignore[arg-type]
-            values = write_rows(self.values, values, start)  # type: ignore[arg-type]
-        else:
-            keys = slice_update(self.keys, keys, start, ROW_AXIS)  # type: ignore[arg-type]
-            values = slice_update(self.values, values, start, ROW_AXIS)  # type: ignore[arg-type]
-        self.keys, self.values = keys, values
-        if not stop:
-            return keys, values
-        # The first of two parts is a view, built faster than a slice.
-        return split(keys, (stop,), 2)[0], split(values, (stop,), 2)[0]
 
     def write(self, placement: Placement, keys: mx.array, values: mx.array) -> None:
         held_keys, held_values = self._held()

@@ -8,7 +8,8 @@ import pytest
 
 from mlx_kvcache import CacheConfig, MLXSequenceCache
 from mlx_kvcache.cache.masks import band, ring_band
-from mlx_kvcache.store.rows import DenseRows
+from mlx_kvcache.layout import Run
+from mlx_kvcache.store.rows import DenseRows, Placement
 from tests.support.sequence_oracle import simple_geometry
 
 WINDOW, SPARE, ROWS, SCALE = 5, 3, 16, 0.4
@@ -32,7 +33,9 @@ def test_a_compiled_step_writes_and_sees_what_the_cache_does(window: int) -> Non
         traced.append(position)
         start = position % SIZE if window else position
         mask = ring_band(position, 1, SIZE, window) if window else band(position, 1, 0, rows, 0)
-        held = store.append(keys, values, start, 0)
+        # The run has the length; where it begins is the array.
+        store.write(Placement((Run(0, 1),), (start,)), keys, values)
+        held = store.read((Run(0, rows),)).dense()
         return mx.fast.scaled_dot_product_attention(queries, *held, scale=SCALE, mask=mask)
 
     state = [store.keys, store.values]

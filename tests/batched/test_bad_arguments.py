@@ -98,7 +98,7 @@ def verbs(cache: Any) -> Iterator[tuple[str, Callable[[Any], object]]]:
     yield "restore", cache.restore
     if isinstance(cache, MLXCellCache):
         yield "reserve", cache.reserve
-        yield "store", cache.store
+        yield "pool", cache.pool
         yield "cell_map", cache.cell_map
     else:
         yield "sequence", cache.sequence

@@ -68,7 +68,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     def write(self: MLXBatchedSequenceCache, step: BatchedStep, layer: int, *rows: Any) -> None:
         step._masks.clear()
         parts = zip(step.layers[layer], *map(step.split, rows), strict=True)
-        held = [own.update_and_fetch(*each) for own, *each in parts]
+        held = [own.write(*each) for own, *each in parts]
         step.answers = layer, held, original(step, layer, self.geometry.layers[layer].policy)
 
     patch.setattr(MLXBatchedSequenceCache, "_write", write)
