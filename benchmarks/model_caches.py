@@ -23,7 +23,7 @@ CacheMaker = Callable[[], list[Any]]
 class NarrowedRotatingKVCache(RotatingKVCache):  # type: ignore[misc]
     """mlx-lm's rotating cache under a window other than the one that the model asks for.
 
-    A model passes its config's window to `make_mask`; with a smaller cache, a prompt chunk would
+    A model passes its config's window to `make_mask`; with another cache, a prompt chunk would
     be masked by that one. Nothing else differs from mlx-lm's class.
     """
 
@@ -33,9 +33,23 @@ class NarrowedRotatingKVCache(RotatingKVCache):  # type: ignore[misc]
         window_size: int | None = None,
         return_array: bool = False,
     ) -> Any:
-        """The mask for the smaller of the two windows."""
-        window = min(window_size or self.max_size, self.max_size)
-        return super().make_mask(N, window_size=window, return_array=return_array)
+        """The mask for its own window, whatever the model names."""
+        del window_size
+        return super().make_mask(N, window_size=self.max_size, return_array=return_array)
+
+
+class WideKVCache(KVCache):  # type: ignore[misc]
+    """mlx-lm's cache that keeps everything, and lets everything be seen."""
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 (mlx-lm's name)
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> Any:
+        """The mask without a window, whatever the model names."""
+        del window_size
+        return super().make_mask(N, return_array=return_array, window_size=None)
 
 
 @dataclass(frozen=True)
@@ -64,9 +78,7 @@ class Makers:
         entries: list[Any] = make_their_cache(self.model)
         if self.windows is None:
             return entries
-        layers = sum(is_kv_cache(leaf) for entry in entries for leaf in leaves(entry))
-        windows = list(self.windows) * (layers if len(self.windows) == 1 else 1)
-        following = iter(windows)
+        following = iter(self.ours().sequence.geometry.windows)
         return [_with_windows(entry, following) for entry in entries]
 
 
@@ -81,7 +93,7 @@ def _with_windows(entry: Any, windows: Iterator[int]) -> Any:
             "windows cannot be overridden for chunked attention: the model builds the mask of "
             "mlx-lm's ChunkedKVCache from its own config; leave the windows out"
         )
-    return NarrowedRotatingKVCache(window) if window else KVCache()
+    return NarrowedRotatingKVCache(window) if window else WideKVCache()
 
 
 @dataclass(frozen=True)
