@@ -155,12 +155,12 @@ class LayerMap:
         """A copy with other windows: one for each cache layer, or a single one for sliding ones.
 
         0 makes a layer flat. Raises `GeometryError` when the count is neither 1 nor the number of
-        cache layers, for a single window where no layer slides, or a negative one. This geometry
-        is left as it is.
+        cache layers, for a single window other than 0 where no layer slides, or a negative one. This
+        geometry is left as it is.
         """
         given = _as_tuple("windows", windows, int)
         if len(given) == 1 < len(self.layers):
-            if not any(self.windows):
+            if given[0] and not any(self.windows):
                 raise GeometryError(
                     "a single window is for the sliding-window layers, and the model has none; "
                     f"give one for each of the {len(self.layers)} cache layers (0 = flat)"
