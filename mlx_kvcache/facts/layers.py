@@ -155,7 +155,7 @@ class LayerMap:
         """A copy with other windows: one for each cache layer, or a single one for sliding ones.
 
         0 makes a layer flat. Raises `GeometryError` when the count is neither 1 nor the number of
-        cache layers, for a single window other than 0 where no layer slides, or a negative one. This
+        cache layers, for a single window but 0 where no layer slides, or a negative one. This
         geometry is left as it is.
         """
         given = _as_tuple("windows", windows, int)
