@@ -43,10 +43,10 @@ install: ## Set up .venv anew (the other targets do it when they must)
 demo: $(STAMP) ## Generate text with SmolLM2 on this cache, and show the numbers
 	@$(RUN)/mlx-kvcache generate "What is the capital of France? Answer in one sentence." --max-tokens 48
 
-check: $(STAMP) ## The fast tests: no processes, no compilers, no long schedules (half a minute)
+check: $(STAMP) ## The fast tests: no processes, no compilers, no long schedules (under a minute)
 	@$(PYTEST) -m "not slow and not models" $(TWO_WORKERS)
 
-test: $(STAMP) ## The test suite without real models (under three minutes)
+test: $(STAMP) ## The test suite without real models (some three minutes)
 	@$(PYTEST) -m "not models" $(TWO_WORKERS)
 
 test-models: $(STAMP) ## Tests on SmolLM2 and Gemma 3 270M (downloads them once)
