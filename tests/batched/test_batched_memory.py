@@ -6,10 +6,13 @@ import gc
 import weakref
 
 import mlx.core as mx
+import pytest
 
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
+
+pytestmark = pytest.mark.usefixtures("collected")
 
 HEADS, DIM, LAYERS, ROWS = 2, 64, 4, 2048
 MEGABYTE = 2**20

@@ -13,6 +13,8 @@ from mlx_kvcache.facts.config import CacheConfig
 from tests.support.arrays import raw
 from tests.support.sequence_oracle import FORMS, Session, Shape, make_cache, simple_geometry
 
+pytestmark = pytest.mark.usefixtures("collected")
+
 HEADS, DIM, ROWS = 8, 128, 8192
 #: Bytes of the keys of the large pool; its values are as large.
 HALF = HEADS * DIM * ROWS * 4

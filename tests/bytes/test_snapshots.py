@@ -146,6 +146,7 @@ def test_no_snapshot_is_taken_in_the_middle_of_a_step(kind: str) -> None:
     run.cache.snapshot()
 
 
+@pytest.mark.usefixtures("collected")
 def test_a_snapshot_costs_nothing_until_the_next_write() -> None:
     cache = MLXSequenceCache(simple_geometry(0, kv_heads=8, key_dim=128, value_dim=128))
     rows = mx.ones((1, 8, 2048, 128))

@@ -14,6 +14,8 @@ from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 from tests.support.arrays import raw
 
+pytestmark = pytest.mark.usefixtures("collected")
+
 HEADS, DIM, LAYERS = 2, 64, 4
 MEGABYTE = 2**20
 #: Bytes of one cell: keys and values of all layers.

@@ -14,7 +14,7 @@ from mlx_kvcache.integrations.sampling import Sampling
 from tests.support.engine_runs import KINDS, alone, prompts_of
 from tests.support.tiny_models import all_families, build
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("collected")]
 
 REQUESTS = 1000
 DISTINCT = 24

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +176,7 @@ def test_a_model_without_kv_caches_is_refused() -> None:
             trace_geometry(model)
 
 
+@pytest.mark.usefixtures("collected")
 def test_nothing_is_evaluated() -> None:
     # Each of its matrices would take 256 GiB; only a lazy forward survives it.
     config = {
@@ -191,8 +191,6 @@ def test_nothing_is_evaluated() -> None:
         "layer_types": ["full_attention", "sliding_attention"],
         "sliding_window": 9,
     }
-    # What earlier tests left is collected first: freed midway, it would hide what is made here.
-    gc.collect()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     model = llama.Model(llama.ModelArgs.from_dict(config))
