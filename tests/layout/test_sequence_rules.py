@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -171,3 +172,24 @@ def test_a_layer_that_does_not_exist_is_refused(index: int) -> None:
     with pytest.raises(LayerIndexError, match="2"):
         sequence.plan(index, 0, 1)
     assert sequence.length == 0
+
+
+@pytest.mark.parametrize("position", [-1, -2, True, 1.0])
+@pytest.mark.parametrize("length", [0, 5])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_no_position_is_mistaken_for_a_step_that_runs(
+    layer: int, length: int, position: Any
+) -> None:
+    fresh, cleared, rewound = layout(), layout(), layout()
+    append(cleared, 0, 7)
+    cleared.clear()
+    append(rewound, 0, 7)
+    rewound.rewind(0)
+    for sequence in (fresh, cleared, rewound):
+        if length:
+            append(sequence, 0, length)
+        before = (sequence.length, sequence.high_water)
+        for count in (1, length + 1):
+            with pytest.raises(PositionError):
+                sequence.plan(layer, position, count)
+        assert (sequence.length, sequence.high_water) == before
