@@ -18,7 +18,7 @@ from mlx_kvcache.models.progress import showing
 from mlx_kvcache.models.store import Workspace, build_once, write_json
 
 # Part of every directory name: raise it whenever the same file would convert differently.
-CONVERTER = 1
+CONVERTER = 2
 
 SHARD_BYTES = 4 << 30
 
