@@ -24,7 +24,7 @@ from mlx_kvcache.models.adapters import adapter_directory, apply_adapter
 from mlx_kvcache.models.config_fields import model_fields
 from mlx_kvcache.models.progress import loading
 from mlx_kvcache.models.resolve import parse_config, resolve
-from mlx_kvcache.models.store import has_weights
+from mlx_kvcache.models.store import has_weights, read_source
 
 DTYPES: dict[str, mx.Dtype] = {name: getattr(mx, name) for name in KV_DTYPES}
 
@@ -67,7 +67,7 @@ def load(
     model that mlx-lm does not have or would run otherwise than its config says,
     ModelFormatError for files that do not fit together.
     """
-    chosen = _dtype(dtype)
+    _check_dtype(dtype)
     _check_objects(model_config=model_config, tokenizer_config=tokenizer_config)
     adapter = None if adapter_path is None else adapter_directory(adapter_path)
     directory = resolve(name, revision=revision)
@@ -76,7 +76,7 @@ def load(
         model, ends = _load_model(directory, model_config or {}, trust_remote_code)
         if adapter is not None:
             apply_adapter(model, adapter)
-        if chosen is not None:
+        if (chosen := _dtype(dtype, directory)) is not None:
             cast(model, chosen)
         if not lazy:
             mx.eval([value for _, value in _parameters(model)])
@@ -103,15 +103,25 @@ def _parameters(model: Any) -> list[tuple[str, Any]]:
     return typing.cast("list[tuple[str, Any]]", tree_flatten(model.parameters()))
 
 
-def _dtype(dtype: str | mx.Dtype | None) -> mx.Dtype | None:
-    if dtype is None:
-        on_cpu = mx.default_device().type == mx.DeviceType.cpu
-        return mx.float32 if on_cpu else None
+def _check_dtype(dtype: str | mx.Dtype | None) -> None:
     if isinstance(dtype, str) and dtype in DTYPES:
-        return DTYPES[dtype]
-    if isinstance(dtype, mx.Dtype) and dtype in DTYPES.values():
-        return dtype
-    raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}, or None")
+        return
+    if dtype is not None and not (isinstance(dtype, mx.Dtype) and dtype in DTYPES.values()):
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}, or None")
+
+
+def _dtype(dtype: str | mx.Dtype | None, directory: Path) -> mx.Dtype | None:
+    """What to cast to, if anything."""
+    if dtype is not None:
+        return DTYPES[dtype] if isinstance(dtype, str) else dtype
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return mx.float32
+    # A packed conversion keeps the file's float16 scales beside weights of another dtype: computed
+    # as stored, each product would become float32.
+    if read_source(directory) is not None:
+        stored = parse_config(directory / "config.json").get("torch_dtype")
+        return DTYPES.get(str(stored))
+    return None
 
 
 def _shown(directory: Path) -> str:
