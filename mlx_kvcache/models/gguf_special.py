@@ -11,8 +11,7 @@ import re
 from functools import cache
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from tokenizers import Tokenizer, models
 
 from mlx_kvcache.errors import ModelFormatError
 from mlx_kvcache.models.gguf_file import GGUFFile
@@ -159,7 +158,7 @@ def _rendered(file: GGUFFile, template: str, messages: list[dict[str, str]]) -> 
         for name, key in names.items()
         if (index := token_id(file, key)) is not None
     }
-    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
 
     writer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **known)
     try:
@@ -181,4 +180,6 @@ def _text(token: str, byte_level: bool) -> str:
 
 @cache
 def _bytes_of_letters() -> dict[str, int]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
