@@ -84,6 +84,14 @@ class ModelFormatError(KVCacheError, ValueError):
     """A model file that is damaged or not of the expected form."""
 
 
+class RoomError(KVCacheError, OSError):
+    """A disk without room for what would have to be written."""
+
+
+class ModelInUseError(KVCacheError, RuntimeError):
+    """A model that cannot be deleted while another process makes it."""
+
+
 class NonFiniteError(KVCacheError, ArithmeticError):
     """A model whose values or logits for one request are not finite numbers."""
 

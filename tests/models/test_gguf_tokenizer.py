@@ -19,7 +19,8 @@ from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 import mlx_kvcache.models as models
 from mlx_kvcache.errors import ModelFormatError, UnsupportedModelError
 from mlx_kvcache.models.gguf_file import open_gguf
-from mlx_kvcache.models.gguf_tokenizer import end_tokens, tokenizer_from
+from mlx_kvcache.models.gguf_special import end_tokens
+from mlx_kvcache.models.gguf_tokenizer import tokenizer_from
 from tests.support.gguf_files import TEMPLATE, TOKENS, Tiny, byte_tokenizer, write
 
 TEXTS = (

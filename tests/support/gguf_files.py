@@ -160,7 +160,7 @@ def write(
 ) -> Path:
     """Write `tiny` to `path`; matrices become `kind`, vectors stay F32."""
     writer = GGUFWriter(path, architecture or tiny.family)
-    _metadata(writer, tiny)
+    model_metadata(writer, tiny)
     (tokenizer or byte_tokenizer)(writer)
     if edit is not None:
         edit(writer)
@@ -176,7 +176,8 @@ def write(
     return path
 
 
-def _metadata(writer: GGUFWriter, tiny: Tiny) -> None:
+def model_metadata(writer: GGUFWriter, tiny: Tiny) -> None:
+    """The facts of the model, under llama.cpp's keys."""
     config = tiny.config
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
