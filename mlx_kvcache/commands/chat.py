@@ -14,8 +14,9 @@ import typer
 
 from mlx_kvcache.commands.chat_input import line_history, on_terminal, read_line
 from mlx_kvcache.commands.console import USER_ERROR, print_error, print_note
+from mlx_kvcache.commands.flags import flag
 from mlx_kvcache.commands.loading import load
-from mlx_kvcache.commands.options import SequenceOptions, flag, with_flags
+from mlx_kvcache.commands.options import SequenceOptions, with_flags
 from mlx_kvcache.errors import KVCacheError
 
 if TYPE_CHECKING:

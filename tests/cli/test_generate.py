@@ -208,7 +208,9 @@ def test_json_schema(run, llama):
     assert facts["finish_reason"] == "length"
     assert facts["prompt_tokens"] == len(PROMPT)
     assert facts["generated_tokens"] == COUNT
-    assert facts["sampling"] == {"max_tokens": COUNT, "temp": 0.0, "top_p": 1.0, "seed": None}
+    sampling = {"max_tokens": COUNT, "stop": [], "temp": 0.0, "top_p": 1.0, "seed": None}
+    assert facts["sampling"].items() >= sampling.items()
+    assert (facts["logprobs"], facts["stop_text"]) == (None, None)
     speed = facts["speed"]
     assert 0 < speed["first_token_seconds"] < speed["total_seconds"]
     assert speed["prefill_tokens_per_second"] == len(PROMPT) / speed["first_token_seconds"]
@@ -218,6 +220,7 @@ def test_json_schema(run, llama):
     assert cache["length"] == len(PROMPT) + COUNT
     assert cache["capacity"] == 512
     assert 0 < cache["bytes_used"] < cache["bytes_held"]
+    assert cache["rings"] == [{"window": 8, "layers": 2, "slots": 71, "wraps": 0}]
     geometry = cache["geometry"]
     assert geometry["summary"] == "2 flat + 2 ring(8)"
     assert sorted(geometry["windows"]) == [0, 0, 8, 8]
