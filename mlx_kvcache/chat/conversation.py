@@ -16,7 +16,7 @@ from mlx_kvcache.chat.token_cache import TokenCache
 from mlx_kvcache.control.history import TokenHistory, common_prefix
 from mlx_kvcache.errors import CapacityError, ConfigError, RewindError
 from mlx_kvcache.integrations.mlx_lm import PromptCache, default_prefill_step
-from mlx_kvcache.integrations.sampling import Sampling, sampler_of
+from mlx_kvcache.integrations.sampling import Chooser, RandomState, Sampling
 
 Notice = Callable[[str], None]
 
@@ -79,7 +79,8 @@ class Conversation:
         self.on_notice: Notice | None = None
         self._turns: list[Turn] = []
         self._script = chat_script(tokenizer, options.system, options.raw)
-        self._sampler = sampler_of(options.sampling)
+        self._chooser = Chooser(options.sampling)
+        self._random = RandomState.of(options.sampling.seed)
         self._prefill_step = options.prefill_step or default_prefill_step()
         self._stopping = False
         self._answering = False
@@ -194,7 +195,8 @@ class Conversation:
             with wired_limit(self.cached.model):
                 self._prefill(target, same, turns)
                 if not self._stopping:
-                    yield from self._answer(len(target), turns)
+                    with self._random.in_use():
+                        yield from self._answer(len(target), turns)
         finally:
             self._align()
 
@@ -225,7 +227,8 @@ class Conversation:
         full = "length" if budget == self.options.max_tokens else "capacity"
         text = AnswerText(self.tokenizer, self._script.stop_tokens)
         end = "interrupted"
-        tokens = self.cached.generate(self.tokens[-1], budget, self._sampler)
+        chooser = self._chooser.after(self.tokens)
+        tokens = self.cached.generate(self.tokens[-1], budget, chooser)
         for number, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if number == 1:
@@ -234,6 +237,7 @@ class Conversation:
                 end = "stop"
                 break
             yield text.add(token)
+            self._random.take()
             if number == budget:
                 end = full
             elif self._stopping:

@@ -84,6 +84,7 @@ class Generation:
                 yield piece
                 if self.stopped_by is not None:
                     return
+                self._random.take()
 
     def _responses(self) -> Generator[Any, None, None]:
         """mlx-lm's responses, noted down as they come."""

@@ -63,13 +63,9 @@ def chat(options: ChatFlags) -> None:
 
 
 def _begin(options: SequenceOptions) -> Conversation:
-    import mlx.core as mx
-
     from mlx_kvcache.chat.conversation import ChatOptions, Conversation
 
     loaded = load(options)
-    if options.seed is not None:
-        mx.random.seed(options.seed)
     conversation = Conversation(
         loaded.model,
         loaded.tokenizer,
@@ -78,7 +74,7 @@ def _begin(options: SequenceOptions) -> Conversation:
             options.system,
             options.raw,
             options.max_tokens,
-            options.sampling,
+            loaded.sampling(options),
             options.prefill_step,
             loaded.capacity_source(options),
         ),

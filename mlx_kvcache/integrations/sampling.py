@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -194,7 +195,8 @@ def _logprobs(logits: mx.array) -> mx.array:
 class RandomState:
     """A random state of its own for one answer, in terms of MLX's, which is one for a thread.
 
-    MLX's state can be set by a seed only, and the state is the seed in two words.
+    MLX's state can be set by a seed only, and the state is the seed in two words. Reading it waits
+    for what was drawn, so whoever draws keeps MLX's state until somebody else takes it.
     """
 
     def __init__(self, seed: int) -> None:
@@ -209,15 +211,40 @@ class RandomState:
     def in_use(self) -> Iterator[None]:
         """Draw from this state, and put the thread's own back.
 
-        What was drawn counts also when the body raises.
+        What was drawn counts also when the body raises. A body that lets others run in between
+        takes the state again after that.
         """
-        outer = _current_seed()
-        mx.random.seed(self._seed)
+        self.take()
         try:
             yield
         finally:
-            self._seed = _current_seed()
-            mx.random.seed(outer)
+            if _IN_USE.state is self:
+                _IN_USE.state = None
+                self._seed = _current_seed()
+                mx.random.seed(_IN_USE.own)
+
+    def take(self) -> None:
+        """Make this the state that this thread draws from, and keep that of whoever did before."""
+        other = _IN_USE.state
+        if other is self:
+            return
+        seed = _current_seed()
+        if other is None:
+            _IN_USE.own = seed
+        else:
+            other._seed = seed
+        _IN_USE.state = self
+        mx.random.seed(self._seed)
+
+
+class _InUse(threading.local):
+    """Whose state MLX's is in this thread, None for the thread's own, which else is kept here."""
+
+    state: RandomState | None = None
+    own: int = 0
+
+
+_IN_USE = _InUse()
 
 
 def _current_seed() -> int:
