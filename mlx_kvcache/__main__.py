@@ -10,6 +10,8 @@ def main() -> None:
 
         run_process()
     except KeyboardInterrupt:
+        # It came before anything was there that could answer for it.
+        sys.stderr.write("interrupted\n")
         sys.exit(130)
 
 

@@ -69,6 +69,13 @@ class Application(TyperGroup):
             sys.exit(status)
         return status
 
+    def make_context(self, *arguments: Any, **choices: Any) -> Any:
+        """Take the arguments apart; `--help` and `--version` are answered here."""
+        try:
+            return super().make_context(*arguments, **choices)
+        except KeyboardInterrupt as error:
+            raise typer.Exit(_tell(error)) from error
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
         if not printed_narrow_help(self, ctx):
