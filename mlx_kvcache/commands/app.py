@@ -26,7 +26,7 @@ from mlx_kvcache.commands.generate import generate
 from mlx_kvcache.commands.inspect import inspect
 from mlx_kvcache.commands.narrow_help import Command, printed_narrow_help
 from mlx_kvcache.commands.op import op
-from mlx_kvcache.commands.process import Terminated
+from mlx_kvcache.commands.signals import Terminated
 from mlx_kvcache.errors import KVCacheError
 
 # The base of typer's usage errors, wherever the installed version of typer has it.

@@ -15,7 +15,7 @@ from mlx_kvcache.chat.generation import Generation
 from mlx_kvcache.chat.text import spell
 from mlx_kvcache.commands.console import versions
 from mlx_kvcache.commands.figures import layer_facts, rate_text, ring_facts, rings_text, size_text
-from mlx_kvcache.commands.generate import GenerateOptions
+from mlx_kvcache.commands.options import RunOptions
 from mlx_kvcache.facts.config import MAX_CAPACITY
 from mlx_kvcache.facts.layer_kinds import summary
 from mlx_kvcache.integrations.sampling import sampling_facts
@@ -61,7 +61,7 @@ def report_lines(generation: Generation) -> list[str]:
     return lines
 
 
-def report_facts(generation: Generation, options: GenerateOptions) -> dict[str, Any]:
+def report_facts(generation: Generation, options: RunOptions) -> dict[str, Any]:
     """Everything about one answer. Bytes, seconds and tokens per second; null is unknown."""
     return {
         "model": options.model,
