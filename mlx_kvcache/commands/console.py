@@ -6,7 +6,6 @@ import io
 import json
 import os
 import sys
-from importlib import metadata
 from typing import Any
 
 from rich.console import Console
@@ -80,6 +79,8 @@ def write_json(facts: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """The version of this package and of each it stands on, read without importing those."""
+    from importlib import metadata
+
     found = {"mlx-kvcache": mlx_kvcache.__version__}
     for package in ("mlx", "mlx-lm", "transformers"):
         try:

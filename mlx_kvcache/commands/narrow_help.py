@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.markdown import Markdown
-from rich.padding import Padding
 from rich.text import Text
 from typer.core import TyperCommand
 
@@ -30,9 +28,13 @@ def printed_narrow_help(command: Any, ctx: Any) -> bool:
     console = Console(highlight=False)
     if console.width >= NARROW:
         return False
+    # Slow to import, and seldom needed.
+    from rich.markdown import Markdown
+    from rich.padding import Padding
+
     console.print(Text(command.get_usage(ctx), style="bold"))
     console.print()
-    console.print(Markdown(command.get_short_help_str(0) if not command.help else command.help))
+    console.print(Markdown(command.help or ""))
     for title, entries in _panels(command, ctx).items():
         console.print()
         console.print(Text(f"{title}:", style="bold"))
