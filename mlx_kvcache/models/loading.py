@@ -39,7 +39,6 @@ def load(
     name: str | Path,
     *,
     dtype: str | mx.Dtype | None = None,
-    adapter_path: str | Path | None = None,
     tokenizer_config: dict[str, Any] | None = None,
 ) -> tuple[Module, Any]:
     """The mlx-lm model and tokenizer of `name`, ready to generate.
@@ -57,11 +56,6 @@ def load(
     directory = resolve(name)
     _check(directory)
     model, ends = _load_model(directory)
-    if adapter_path is not None:
-        from mlx_lm.utils import load_adapters
-
-        model = load_adapters(model, str(adapter_path))
-        model.eval()
     if chosen is not None:
         cast(model, chosen)
     mx.eval([value for _, value in _parameters(model)])
