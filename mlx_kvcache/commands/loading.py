@@ -94,7 +94,10 @@ def load(options: RunOptions) -> Loaded:
     directory = models.resolve(options.model)
     limit = position_limit(models.read_config(directory))
     model, tokenizer = models.load(
-        directory, dtype=options.dtype, adapter_path=options.adapter_path
+        directory,
+        dtype=options.dtype,
+        adapter_path=options.adapter_path,
+        trust_remote_code=options.trust_remote_code,
     )
     for token in options.extra_eos_token or ():
         _end_at(tokenizer, token)

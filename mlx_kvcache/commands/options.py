@@ -66,6 +66,14 @@ class RunOptions(SamplingOptions):
             panel=MODEL,
         ),
     ] = None
+    trust_remote_code: Annotated[
+        bool,
+        flag(
+            "Run Python files that come with the model. They can do anything you can.",
+            "--trust-remote-code",
+            panel=MODEL,
+        ),
+    ] = False
     system: Annotated[
         str | None,
         flag("System prompt for the chat template.", "--system", "--system-prompt", panel=PROMPT),

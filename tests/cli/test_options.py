@@ -8,9 +8,12 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from mlx_kvcache.models import load
 from tests.support.tiny_models_on_disk import words, write_chat_model
 
 PROMPT = (5, 17, 40, 33, 8, 61, 22, 9, 90, 13, 77, 4)
@@ -201,6 +204,46 @@ def test_quiet_shows_the_answer_alone(run, llama):
         quiet = run(*base, name)
         assert (quiet.exit_code, quiet.stderr, quiet.stdout) == (0, "", loud.stdout)
     assert loud.stderr
+
+
+def write_adapter(directory, path):
+    """An adapter with random weights, as mlx-lm's training saves it."""
+    model, _ = mlx_lm.load(str(directory))
+    parameters = {"rank": 4, "scale": 20.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    linear_to_lora_layers(model, 4, parameters)
+    random = np.random.default_rng(0)
+    weights = {
+        name: mx.array(random.normal(size=value.shape).astype(np.float32))
+        for name, value in tree_flatten(model.trainable_parameters())
+        if name.endswith(("lora_a", "lora_b"))
+    }
+    path.mkdir()
+    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": "lora", "num_layers": 4, "lora_parameters": parameters}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_an_adapter(ask, llama, tmp_path):
+    path = write_adapter(llama, tmp_path / "adapter")
+    model, tokenizer = mlx_lm.load(str(llama), adapter_path=str(path))
+    responses = stream_generate(model, tokenizer, list(PROMPT), max_tokens=COUNT)
+    adapted = ask("--adapter-path", path)["token_ids"]
+    assert adapted == [each.token for each in responses]
+    assert adapted != ask()["token_ids"]
+
+
+def test_code_of_the_model_is_run_only_when_it_is_trusted(ask, monkeypatch):
+    trusted = []
+
+    def noted(*arguments, trust_remote_code, **options):
+        trusted.append(trust_remote_code)
+        return load(*arguments, trust_remote_code=trust_remote_code, **options)
+
+    monkeypatch.setattr("mlx_kvcache.models.load", noted)
+    ask()
+    ask("--trust-remote-code")
+    assert trusted == [False, True]
 
 
 #: Writes its argument `word` before each answer.
