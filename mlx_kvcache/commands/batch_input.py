@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mlx_kvcache.commands.console import decoded
-from mlx_kvcache.commands.options import RunOptions, check_integer, flag
+from mlx_kvcache.commands.flags import check_integer, flag
+from mlx_kvcache.commands.options import RunOptions
 from mlx_kvcache.errors import ConfigError
 
 _OPTIONS = {"max_tokens": int, "temp": float, "top_p": float, "seed": int, "system": str}
