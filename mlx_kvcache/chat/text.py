@@ -100,6 +100,20 @@ def chat_script(tokenizer: Any, system: str | None, raw: bool) -> ChatScript:
     return PlainScript(tokenizer)
 
 
+def write_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """The tokens of a whole conversation in the chat template, up to where the answer begins.
+
+    Raises `ConfigError` where there is no template, or it refuses or renders nothing.
+    """
+    if not tokenizer.has_chat_template:
+        raise ConfigError("the model has no chat template to put messages into; give a prompt")
+    hint = "change the messages"
+    rendered = [int(one) for one in _render(tokenizer, list(messages), tokenize=True, hint=hint)]
+    if not rendered:
+        raise ConfigError(f"the model's chat template renders nothing of this; {hint}")
+    return rendered
+
+
 def stop_tokens(tokenizer: Any) -> frozenset[int]:
     """The tokens that end an answer inside the chat template.
 
@@ -128,7 +142,12 @@ def spell(tokenizer: Any, tokens: Sequence[int]) -> str:
 
 
 def _render(
-    tokenizer: Any, messages: list[Message], *, tokenize: bool, add_generation_prompt: bool = True
+    tokenizer: Any,
+    messages: list[Message],
+    *,
+    tokenize: bool,
+    add_generation_prompt: bool = True,
+    hint: str = "",
 ) -> Any:
     """What the template makes of the messages: text, or tokens. Raises `ConfigError`."""
     from jinja2 import TemplateError
@@ -140,7 +159,7 @@ def _render(
     # A template is a program of its own, and may fail as any program does.
     except Exception as error:
         system = messages[0]["role"] == "system"
-        hint = "leave --system out, or use --raw" if system else "use --raw"
+        hint = hint or ("leave --system out, or use --raw" if system else "use --raw")
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise ConfigError(
             f"the model's chat template refuses this: {kind}{error}; {hint}"

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from mlx_kvcache.chat.text import ChatScript, chat_script
-from mlx_kvcache.commands.batch_input import BatchOptions, Prompt
-from mlx_kvcache.commands.loading import load
+from mlx_kvcache.chat.text import ChatScript, chat_script, write_messages
+from mlx_kvcache.commands.batch_input import BatchOptions, Prompt, Refusal
+from mlx_kvcache.commands.batch_output import result_line
+from mlx_kvcache.commands.loading import Loaded, load
 from mlx_kvcache.control.factory import BATCHED
 from mlx_kvcache.control.history import common_prefix
 from mlx_kvcache.engine import Engine, Request, Session
-from mlx_kvcache.errors import CapacityError, ConfigError
+from mlx_kvcache.errors import CapacityError, KVCacheError
 from mlx_kvcache.facts.config import MAX_CAPACITY
+
+_Script = Callable[[str | None, bool], ChatScript]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A prompt in the model's tokens, and the tokens that end its answer."""
+
+    prompt: Prompt
+    tokens: list[int]
+    stop: frozenset[int]
+
+    @property
+    def need(self) -> int:
+        """Positions of the prompt and the whole answer."""
+        return len(self.tokens) + self.prompt.options.max_tokens
 
 
 @dataclass
@@ -23,32 +40,45 @@ class Batch:
 
     engine: Engine
     tokenizer: Any
-    prompts: Sequence[Prompt]
-    requests: list[Request]
-    token_counts: list[int]
     prefix: Session | None
+    requests: dict[Request, Written] = field(default_factory=dict)
 
-    def run(self, on_event: Callable[[Request, bool], None]) -> None:
-        """Answer all prompts; `on_event` is told of each token, and whether a request ended."""
-        for event in self.engine.run():
-            on_event(event.request, event.finish_reason is not None)
+    def run(self) -> Iterator[list[tuple[Request, bool]]]:
+        """Answer all prompts: for each step, whose tokens were made, and whether they ended it."""
+        while not self.engine.is_idle:
+            yield [
+                (event.request, event.finish_reason is not None)
+                for event in self.engine.step()
+                if event.request in self.requests
+            ]
 
-    def facts(self, index: int) -> dict[str, Any]:
-        """The result of one prompt, for a JSON line."""
-        prompt, request = self.prompts[index], self.requests[index]
-        return {
+    def finished(self) -> Iterator[Request]:
+        """The requests that have ended, in input order."""
+        return (request for request in self.requests if request.finish_reason is not None)
+
+    def line(self, request: Request) -> int:
+        """The number of the line that asked for this."""
+        return self.requests[request].prompt.line
+
+    def result(self, request: Request) -> str:
+        """The result of one prompt, as it is written."""
+        written = self.requests[request]
+        prompt = written.prompt
+        facts = {
             "line": prompt.line,
             "id": prompt.label,
             "text": self._text(request),
             "finish_reason": request.finish_reason,
             "error": None if request.error is None else str(request.error),
-            "prompt_tokens": self.token_counts[index],
+            "prompt_tokens": len(written.tokens),
             "generated_tokens": len(request.tokens),
             "token_ids": request.tokens,
+            "input_hash": prompt.hash,
             "queue_seconds": request.queue_seconds,
             "first_token_seconds": _since(request, request.first_token),
             "total_seconds": _since(request, request.ended),
         }
+        return result_line(facts)
 
     def _text(self, request: Request) -> str:
         detokenizer = self.tokenizer.detokenizer
@@ -61,25 +91,24 @@ class Batch:
         return text
 
 
-def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> Batch:
-    """Load the model and submit all prompts; what cannot fit is refused with its line.
+def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> tuple[Batch, list[Refusal]]:
+    """Load the model and submit the prompts; those that can never be answered are refused.
 
-    Raises what `load` and `Engine` raise, `ConfigError` or `CapacityError`.
+    Raises what `load` and `Engine` raise.
     """
     loaded = load(options)
-    script = cache(partial(chat_script, loaded.tokenizer, raw=options.raw))
-    tokens = [_tokens(script, prompt) for prompt in prompts]
-    needs = [
-        len(ids) + prompt.options.max_tokens for ids, prompt in zip(tokens, prompts, strict=True)
-    ]
-    prefix = _common(tokens) if options.share_prefix else []
+    refusals: list[Refusal] = []
+    written = _write(prompts, loaded, refusals)
+    limit = loaded.limit or MAX_CAPACITY
+    whole = min(limit, options.capacity or MAX_CAPACITY)
+    written = _fitting(written, whole, options, refusals)
+    prefix = _common([each.tokens for each in written]) if options.share_prefix else []
     kind, capacity = options.cache.value, options.capacity
     if capacity is None:
-        largest = sorted(needs, reverse=True)[: options.sessions]
-        capacity = min(sum(largest) + len(prefix), MAX_CAPACITY)
-    limit = loaded.limit or MAX_CAPACITY
+        largest = sorted((each.need for each in written), reverse=True)[: options.sessions]
+        capacity = min(sum(largest) + len(prefix), MAX_CAPACITY) or 1
     own = capacity - (len(prefix) if kind == BATCHED else 0)
-    _check_room(prompts, tokens, min(limit, own), options)
+    written = _fitting(written, min(limit, own), options, refusals)
     engine = Engine(
         loaded.model,
         capacity,
@@ -95,48 +124,67 @@ def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> Batch:
     if prefix:
         session = engine.open()
         session.submit(prefix, max_tokens=0)
-    requests = [
-        engine.submit(
-            ids[len(prefix) :],
-            max_tokens=prompt.options.max_tokens,
-            sampling=prompt.options.sampling,
-            stop=sorted(script(prompt.options.system).stop_tokens),
-            parent=session,
-        )
-        for ids, prompt in zip(tokens, prompts, strict=True)
-    ]
-    counts = [len(ids) for ids in tokens]
-    return Batch(engine, loaded.tokenizer, prompts, requests, counts, session)
+    batch = Batch(engine, loaded.tokenizer, session)
+    for each in written:
+        try:
+            request = engine.submit(
+                each.tokens[len(prefix) :],
+                max_tokens=each.prompt.options.max_tokens,
+                sampling=each.prompt.options.sampling,
+                stop=sorted(each.stop),
+                parent=session,
+            )
+        except KVCacheError as error:
+            refusals.append(Refusal(each.prompt.line, error, each.prompt.label))
+        else:
+            batch.requests[request] = each
+    return batch, refusals
 
 
-def _tokens(script: Callable[[str | None], ChatScript], prompt: Prompt) -> list[int]:
-    try:
-        return script(prompt.options.system).write([], [], prompt.text)
-    except ConfigError as error:
-        raise ConfigError(f"line {prompt.line}: {error}") from error
+def _write(prompts: Sequence[Prompt], loaded: Loaded, refusals: list[Refusal]) -> list[Written]:
+    """The prompts in tokens; those that the tokenizer or its template refuses join the refusals."""
+    script: _Script = cache(partial(chat_script, loaded.tokenizer))
+    written = []
+    for prompt in prompts:
+        try:
+            chosen = script(prompt.options.system, prompt.options.raw)
+            if isinstance(prompt.content, str):
+                tokens = chosen.write([], [], prompt.content)
+            else:
+                tokens = write_messages(loaded.tokenizer, prompt.content)
+            written.append(Written(prompt, tokens, chosen.stop_tokens))
+        except KVCacheError as error:
+            refusals.append(Refusal(prompt.line, error, prompt.label))
+    return written
 
 
 def _common(tokens: Sequence[list[int]]) -> list[int]:
     """What all prompts begin with; each keeps at least one token of its own."""
-    if len(tokens) == 1:
+    if len(tokens) <= 1:
         return []
     # What the first and the last in the order of lists have in common, all between them have.
     common = common_prefix(min(tokens), max(tokens))
     return tokens[0][: min(common, min(map(len, tokens)) - 1)]
 
 
-def _check_room(
-    prompts: Sequence[Prompt], tokens: Sequence[list[int]], room: int, options: BatchOptions
-) -> None:
-    for prompt, ids in zip(prompts, tokens, strict=True):
-        need = len(ids) + prompt.options.max_tokens
-        if need > room:
-            source = "--capacity" if options.capacity is not None else "the model's context length"
-            raise CapacityError(
-                f"line {prompt.line}: {len(ids)} prompt tokens and {prompt.options.max_tokens} new "
-                f"ones need {need} positions, but one session has at most {room} ({source}); "
-                "lower max_tokens, shorten the prompt, or raise --capacity"
-            )
+def _fitting(
+    written: Sequence[Written], room: int, options: BatchOptions, refusals: list[Refusal]
+) -> list[Written]:
+    """Those that fit into a session of so many positions; the others join the refusals."""
+    source = "--capacity" if options.capacity is not None else "the model's context length"
+    fitting = []
+    for each in written:
+        if each.need <= room:
+            fitting.append(each)
+            continue
+        prompt = each.prompt
+        error = CapacityError(
+            f"{len(each.tokens)} prompt tokens and {prompt.options.max_tokens} new ones need "
+            f"{each.need} positions, but one session has at most {room} ({source}); lower "
+            "max_tokens, shorten the prompt, or raise --capacity"
+        )
+        refusals.append(Refusal(prompt.line, error, prompt.label))
+    return fitting
 
 
 def _since(request: Request, moment: float | None) -> float | None:
