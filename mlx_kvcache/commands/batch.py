@@ -97,7 +97,8 @@ def batch(
     mlx-kvcache batch questions.txt --system "Answer in one word." --share-prefix
     ```
     """
-    from mlx_kvcache.commands.batch_output import report_lines, results_of
+    from mlx_kvcache.commands.batch_output import results_of
+    from mlx_kvcache.commands.batch_report import report_lines
     from mlx_kvcache.commands.batch_resume import claimed
     from mlx_kvcache.commands.batch_run import prepare
 
@@ -121,6 +122,8 @@ def batch(
                 stopped = stop.signal
         for line in report_lines(batch, len(refusals), len(kept)):
             print_note(line, style="dim")
+    if stopped is not None and output is not None and output.exists():
+        print_note(f"output  {output} has what is finished; --resume goes on from there")
     if stopped == signal.SIGINT:
         raise KeyboardInterrupt
     if stopped == signal.SIGTERM:

@@ -1,4 +1,4 @@
-"""The results of `batch`: JSON lines on standard output, and the figures."""
+"""The results of `batch`: JSON lines, and how they come to standard output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_kvcache.commands.batch_input import Refusal
 from mlx_kvcache.commands.console import discard_stdout
-from mlx_kvcache.commands.figures import rate_text, size_text
 
 if TYPE_CHECKING:
     from mlx_kvcache.commands.batch_resume import Claim
-    from mlx_kvcache.commands.batch_run import Batch
 
 INVALID = "invalid"
 
@@ -103,41 +101,6 @@ def refusal_line(refusal: Refusal) -> str:
         "total_seconds": None,
     }
     return result_line(facts)
-
-
-def report_lines(batch: Batch | None, refused: int, kept: int) -> list[str]:
-    """Requests, cache and speed, one line each.
-
-    refused: lines that cannot be answered. kept: those that an earlier run has answered.
-    """
-    beside = f", {refused} invalid" if refused else ""
-    beside += f", {kept} kept from before" if kept else ""
-    if batch is None:
-        return [f"batch   nothing left to answer{beside}"]
-    metrics, engine = batch.engine.metrics, batch.engine
-    own = 1 if batch.prefix is not None else 0
-    mean = metrics.mean_rows
-    queue = metrics.mean_queue_seconds
-    requests = (
-        f"batch   {metrics.finished - own} finished, {metrics.failed} failed, "
-        f"{metrics.cancelled} cancelled, {len(engine.active) + len(engine.waiting)} unfinished"
-        f"{beside}"
-    )
-    if queue is not None:
-        requests += (
-            f"; queue {queue:.2f} s on average, {metrics.longest_queue_seconds:.2f} s at most"
-        )
-    occupancy = "-" if mean is None else f"{mean:.1f} of {engine.max_active} sessions decoding"
-    cells = (
-        f"cache   {engine.cache_kind}, {metrics.peak_used} of {engine.cache.capacity} positions at "
-        f"most, {metrics.peak_shared} of them saved by sharing, {size_text(metrics.peak_bytes)} "
-        f"held; {occupancy}"
-    )
-    speed = (
-        f"speed   prefill {metrics.prompt_tokens} tokens at {rate_text(metrics.prefill_rate)}; "
-        f"decode {metrics.tokens} tokens at {rate_text(metrics.decode_rate)}"
-    )
-    return [requests, cells, speed]
 
 
 def _write(line: str) -> None:

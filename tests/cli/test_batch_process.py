@@ -88,7 +88,10 @@ def test_ctrl_c_ends_a_run_with_whole_lines(llama, tmp_path):
     shown, errors = finish(process)
     assert (process.returncode, shown) == (130, "")
     lines = errors.splitlines()
-    assert lines[-1] == "interrupted"
+    assert lines[-2:] == [
+        f"output  {output} has what is finished; --resume goes on from there",
+        "interrupted",
+    ]
     text = output.read_text()
     assert text.endswith("\n")
     results = [json.loads(line) for line in text.splitlines()]
