@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from mlx_kvcache.commands.batch_run import Batch
     from mlx_kvcache.engine import Request
 
-#: What a shell gives for SIGTERM.
-TERMINATED = 143
-
 
 @with_flags(BatchOptions)
 def batch(
@@ -82,11 +79,11 @@ def batch(
 
     A line is plain text, a JSON string, or an object with "prompt" or "messages" and any of "id",
     "max_tokens", "temp", "top_p", "seed", "system" and the other options of one answer. With
-    --seed S, line n has the seed S + n - 1. What was finished is written before Ctrl-C or a
-    SIGTERM ends the run.
+    --seed S, line n has the seed S + n - 1. What was finished is written before Ctrl-C or another
+    signal ends the run.
 
     Exit status: 0 all answered, 1 some failed or the system did, 2 a wrong request, 130 Ctrl-C,
-    141 the reader is gone, 143 SIGTERM.
+    141 the reader is gone, 143 SIGTERM, 129 SIGHUP.
 
     Examples:
 
@@ -126,9 +123,10 @@ def batch(
         print_note(f"output  {output} has what is finished; --resume goes on from there")
     if stopped == signal.SIGINT:
         raise KeyboardInterrupt
-    if stopped == signal.SIGTERM:
+    if stopped is not None:
         print_note("terminated", style="yellow")
-        raise typer.Exit(TERMINATED)
+        # What a shell gives for a process that a signal ended.
+        raise typer.Exit(128 + stopped)
     if refusals or (batch is not None and any(one.error is not None for one in batch.requests)):
         raise typer.Exit(SYSTEM_ERROR)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,9 @@ _AS_IT_IS: Mapping[str, object] = {"n": 1, "stream": False}
 def read_json(line: str) -> dict[str, Any]:
     """The fields of a line, their names checked; a string is a prompt. Raises `ConfigError`."""
     try:
-        content = json.loads(line, object_pairs_hook=_fields_once)
+        content = json.loads(
+            line, object_pairs_hook=_fields_once, parse_float=_finite, parse_constant=_finite
+        )
     except ConfigError:
         raise
     except json.JSONDecodeError as error:
@@ -123,6 +126,13 @@ def _from_openai(line: dict[str, Any]) -> dict[str, Any]:
     if _PATHS[path]:
         fields.setdefault("raw", True)
     return {**fields, "id": line.get("custom_id")}
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ConfigError(f"{text} is no number that JSON has; repair it")
+    return number
 
 
 def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Stop:
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Note the first SIGINT or SIGTERM; a second one acts at once, as without this.
+    """Note the first SIGINT, SIGTERM or SIGHUP; a second one acts at once, as without this.
 
     A signal that the process was told to ignore stays ignored.
     """

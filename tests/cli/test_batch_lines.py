@@ -6,8 +6,11 @@ import json
 from dataclasses import fields
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mlx_kvcache.commands.batch_fields import ALIASES, WHOLE_RUN, line_options
+from mlx_kvcache.commands.batch_fields import ALIASES, WHOLE_RUN, line_options, option_names
+from mlx_kvcache.commands.batch_input import BatchOptions, parse_lines
 from mlx_kvcache.commands.options import RunOptions
 from mlx_kvcache.engine import Engine
 from tests.support.tiny_models_on_disk import words
@@ -184,7 +187,9 @@ def test_null_is_a_value_where_it_is_one(run, llama):
         ({"prompt": "w5", "kv_dtype": "float16"}, "is None for the whole run"),
         ({"prompt": "w5", "temp": True}, "'temp' must be a number, got True"),
         ('{"prompt": "w5", "prompt": "w6"}', "'prompt' is given twice"),
-        ('{"prompt": "w5", "temp": NaN}', "--temp must be"),
+        ('{"prompt": "w5", "temp": NaN}', "NaN is no number"),
+        ('{"prompt": "w5", "id": -Infinity}', "-Infinity is no number"),
+        ('{"prompt": "w5", "id": 1e999}', "1e999 is no number"),
         ('{"prompt": "w5", "temp": ' + "9" * 400 + "}", "'temp' must be a number"),
         ('{"prompt": "w5", "seed": ' + "9" * 5000 + "}", "not valid JSON"),
         ('{"prompt": ' + "[" * 100_000, "not valid JSON"),
@@ -236,3 +241,27 @@ def test_lines_of_openai_batches(run, chatty):
 )
 def test_lines_of_openai_that_cannot_be(run, chatty, line, said):
     assert said in refusal(run, chatty, line)
+
+
+NAMES = ("prompt", "messages", "id", "role", "content", "custom_id", "body", "url", *option_names())
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+    | st.sampled_from(["user", "assistant", "/v1/completions", "w5"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=3), inner, max_size=4),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4), st.booleans())
+def test_whatever_a_line_holds_is_read_or_refused(fields, is_talk):
+    if is_talk:
+        fields = {**fields, "messages": [{"role": "user", "content": "w5"}]}
+    line = json.dumps(fields)
+    prompts, refusals = parse_lines(["w7", line], BatchOptions(seed=3), plain=False)
+    assert prompts[0].content == "w7"
+    assert [each.line for each in (*prompts, *refusals)] == [1, 2]
+    for prompt in prompts[1:]:
+        again, _ = parse_lines(["", line], BatchOptions(seed=3), plain=False)
+        assert again == [prompt]
+        assert again[0].hash == prompt.hash != prompts[0].hash
