@@ -21,8 +21,7 @@ def report_lines(batch: Batch | None, refused: int, kept: int) -> list[str]:
     queue = metrics.mean_queue_seconds
     requests = (
         f"batch   {metrics.finished - own} finished, {metrics.failed} failed, "
-        f"{metrics.cancelled} cancelled, {len(engine.active) + len(engine.waiting)} unfinished"
-        f"{beside}"
+        f"{len(engine.active) + len(engine.waiting)} unfinished{beside}"
     )
     if queue is not None:
         requests += (

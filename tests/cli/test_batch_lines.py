@@ -144,9 +144,9 @@ def test_every_option_of_one_answer_may_vary_by_line():
 
 @pytest.mark.parametrize("name", sorted(line_options()))
 def test_an_option_of_another_type_is_refused(run, llama, name):
-    said = refusal(run, llama, {"prompt": "w5", name: {"a": 1}})
+    said = refusal(run, llama, {"prompt": "w5", name: [{"a": 1}]})
     assert f"{name!r} must be" in said
-    assert "got {'a': 1}" in said
+    assert "got [{'a': 1}]" in said
 
 
 def test_a_line_may_be_raw(run, chatty):

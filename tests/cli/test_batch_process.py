@@ -95,7 +95,7 @@ def test_ctrl_c_ends_a_run_with_whole_lines(llama, tmp_path):
     text = output.read_text()
     assert text.endswith("\n")
     results = [json.loads(line) for line in text.splitlines()]
-    assert lines[0].startswith(f"batch   {len(results)} finished, 0 failed, 0 cancelled, ")
+    assert lines[0].startswith(f"batch   {len(results)} finished, 0 failed, ")
     assert 3 <= len(results) < 1800
     assert {each["generated_tokens"] for each in results} == {40}
 

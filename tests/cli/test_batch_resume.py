@@ -92,7 +92,7 @@ def test_resume_answers_what_has_no_answer(batch, output, whole, submitted):
     result = batch("--resume")
     assert result.exit_code == 0, result.stderr
     assert submitted == tokens_of(0, 2, 4)
-    assert "3 finished, 0 failed, 0 cancelled, 0 unfinished, 2 kept from before" in result.stderr
+    assert "3 finished, 0 failed, 0 unfinished, 2 kept from before" in result.stderr
     text = output.read_text()
     assert text.startswith(lines[3] + lines[1])
     assert without_times(text) == without_times(whole)
@@ -312,7 +312,7 @@ def test_lines_that_cannot_be_answered_are_skipped(batch, output, whole, to_file
         "--skip-invalid", stdin="\n".join(lines), output=output if to_file else None
     )  # fmt: skip
     assert result.exit_code == 1
-    assert "2 finished, 0 failed, 0 cancelled, 0 unfinished, 3 invalid" in result.stderr
+    assert "2 finished, 0 failed, 0 unfinished, 3 invalid" in result.stderr
     text = output.read_text() if to_file else result.stdout
     answers = {each["line"]: each for each in map(json.loads, text.splitlines())}
     if not to_file:
