@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,6 +75,9 @@ def batch(
             help="Give lines that cannot be answered an error for a result, and answer the others.",
         ),
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show no figures and no progress.")
+    ] = False,
 ) -> None:
     """Answer many prompts at once: JSON lines in, JSON lines out, in input order.
 
@@ -98,6 +102,7 @@ def batch(
     from mlx_kvcache.commands.batch_report import report_lines
     from mlx_kvcache.commands.batch_resume import claimed
     from mlx_kvcache.commands.batch_run import prepare
+    from mlx_kvcache.models.progress import answering
 
     with claimed(output, file, overwrite, resume) as claim:
         prompts, refusals = parse_lines(read_lines(file), options, text)
@@ -115,10 +120,11 @@ def batch(
         stopped = None
         if order:
             with stop_signals() as stop, results_of(claim, unordered, order) as results:
-                _answer(batch, refusals, results, stop)
+                _answer(batch, refusals, results, stop, _silent if quiet else answering)
                 stopped = stop.signal
-        for line in report_lines(batch, len(refusals), len(kept)):
-            print_note(line, style="dim")
+        if not quiet:
+            for line in report_lines(batch, len(refusals), len(kept)):
+                print_note(line, style="dim")
     if stopped is not None and output is not None and output.exists():
         print_note(f"output  {output} has what is finished; --resume goes on from there")
     if stopped == signal.SIGINT:
@@ -131,7 +137,17 @@ def batch(
         raise typer.Exit(SYSTEM_ERROR)
 
 
-def _answer(batch: Batch | None, refusals: Sequence[Refusal], results: Results, stop: Stop) -> None:
+#: Shows how many answers of a total are done; see `models.progress.answering`.
+Progress = Callable[[int], AbstractContextManager[Callable[[bool], None]]]
+
+
+def _answer(
+    batch: Batch | None,
+    refusals: Sequence[Refusal],
+    results: Results,
+    stop: Stop,
+    progress: Progress,
+) -> None:
     """Write all results as they finish, until all have or the run is to stop."""
     from mlx_kvcache.commands.batch_output import refusal_line
 
@@ -139,7 +155,7 @@ def _answer(batch: Batch | None, refusals: Sequence[Refusal], results: Results, 
         results.write(refusal.line, partial(refusal_line, refusal))
     if batch is not None:
         try:
-            _run(batch, results, stop)
+            _run(batch, results, stop, progress)
         except KeyboardInterrupt:
             stop.signal = signal.SIGINT
         for request in batch.finished():
@@ -147,10 +163,8 @@ def _answer(batch: Batch | None, refusals: Sequence[Refusal], results: Results, 
     results.finish()
 
 
-def _run(batch: Batch, results: Results, stop: Stop) -> None:
-    from mlx_kvcache.models.progress import answering
-
-    with answering(len(batch.requests)) as advance:
+def _run(batch: Batch, results: Results, stop: Stop, progress: Progress) -> None:
+    with progress(len(batch.requests)) as advance:
         for events in batch.run():
             for request, is_over in events:
                 advance(is_over)
@@ -158,6 +172,12 @@ def _run(batch: Batch, results: Results, stop: Stop) -> None:
                     _write(batch, request, results)
             if stop.signal is not None:
                 return
+
+
+@contextmanager
+def _silent(_total: int) -> Iterator[Callable[[bool], None]]:
+    """In place of a progress bar."""
+    yield lambda _ended: None
 
 
 def _write(batch: Batch, request: Request, results: Results) -> None:

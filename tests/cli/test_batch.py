@@ -234,6 +234,13 @@ def test_figures_are_told_and_no_bar_in_a_pipe(run, llama):
     assert "answering" not in result.stderr
 
 
+def test_quiet_leaves_the_results_alone(run, llama):
+    options = ("-m", llama, "--max-tokens", COUNT, "--quiet")
+    result = run("batch", *options, stdin=lines_of(*PROMPTS))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert len(result.stdout.splitlines()) == len(PROMPTS)
+
+
 def test_system_prompts_go_into_the_template(run, chatty):
     options = ("-m", chatty, "--max-tokens", COUNT, "--system", "w8")
     stdin = words(5) + "\n" + json.dumps({"prompt": words(5), "system": "w7"}) + "\n"
