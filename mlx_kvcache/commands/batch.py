@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -125,16 +125,21 @@ def batch(
         if not quiet:
             for line in report_lines(batch, len(refusals), len(kept)):
                 print_note(line, style="dim")
-    if stopped is not None and output is not None and output.exists():
-        print_note(f"output  {output} has what is finished; --resume goes on from there")
-    if stopped == signal.SIGINT:
-        raise KeyboardInterrupt
     if stopped is not None:
-        print_note("terminated", style="yellow")
-        # What a shell gives for a process that a signal ended.
-        raise typer.Exit(128 + stopped)
+        _end_by(stopped, output)
     if refusals or (batch is not None and any(one.error is not None for one in batch.requests)):
         raise typer.Exit(SYSTEM_ERROR)
+
+
+def _end_by(number: int, output: Path | None) -> NoReturn:
+    """End as the signal asked. Raises `KeyboardInterrupt` or `typer.Exit`."""
+    if output is not None and output.exists():
+        print_note(f"output  {output} has what is finished; --resume goes on from there")
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    print_note("terminated", style="yellow")
+    # What a shell gives for a process that a signal ended.
+    raise typer.Exit(128 + number)
 
 
 #: Shows how many answers of a total are done; see `models.progress.answering`.
