@@ -167,10 +167,9 @@ def test_other_spellings(run, llama):
 
 
 def test_null_is_a_value_where_it_is_one(run, llama):
-    one, other = results(
-        run, llama, {"prompt": "w5", "seed": None, "temp": 1}, "w5", options=("--seed", "3")
-    )
-    assert one["finish_reason"] == other["finish_reason"] == "length"
+    lines = ['{"prompt": "w5", "seed": null}', '{"prompt": "w5"}', '{"prompt": "w5", "seed": 7}']
+    prompts, _ = parse_lines(lines, BatchOptions(seed=3), plain=False)
+    assert [prompt.options.seed for prompt in prompts] == [None, 4, 7]
     assert "'temp' must be a number, got None" in refusal(
         run, llama, {"prompt": "w5", "temp": None}
     )
