@@ -43,6 +43,18 @@ class Batch:
     prefix: Session | None
     requests: dict[Request, Written] = field(default_factory=dict)
 
+    def submit(self, written: Written, shared: int) -> None:
+        """Ask for an answer. shared: how many tokens the prefix has. Raises as `Engine.submit`."""
+        options = written.prompt.options
+        request = self.engine.submit(
+            written.tokens[shared:],
+            max_tokens=options.max_tokens,
+            sampling=options.sampling,
+            stop=sorted(written.stop),
+            parent=self.prefix,
+        )
+        self.requests[request] = written
+
     def run(self) -> Iterator[list[tuple[Request, bool]]]:
         """Answer all prompts: for each step, whose tokens were made, and whether they ended it."""
         while not self.engine.is_idle:
@@ -127,17 +139,9 @@ def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> tuple[Batch, li
     batch = Batch(engine, loaded.tokenizer, session)
     for each in written:
         try:
-            request = engine.submit(
-                each.tokens[len(prefix) :],
-                max_tokens=each.prompt.options.max_tokens,
-                sampling=each.prompt.options.sampling,
-                stop=sorted(each.stop),
-                parent=session,
-            )
+            batch.submit(each, len(prefix))
         except KVCacheError as error:
             refusals.append(Refusal(each.prompt.line, error, each.prompt.label))
-        else:
-            batch.requests[request] = each
     return batch, refusals
 
 
