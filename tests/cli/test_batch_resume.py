@@ -8,8 +8,10 @@ import resource
 from importlib import import_module
 
 import pytest
+from typer.testing import CliRunner
 
 from mlx_kvcache.commands import batch_file
+from mlx_kvcache.commands.app import app
 from mlx_kvcache.engine import Engine
 from tests.support.tiny_models_on_disk import words
 
@@ -44,10 +46,11 @@ def output(tmp_path):
     return tmp_path / "results"
 
 
-@pytest.fixture
-def whole(batch):
+@pytest.fixture(scope="module")
+def whole(llama):
     """The results of a run that nothing disturbs."""
-    result = batch(output=None)
+    arguments = ["batch", "-m", str(llama), "--max-tokens", str(COUNT)]
+    result = CliRunner().invoke(app, arguments, input=STDIN)
     assert result.exit_code == 0, result.stderr
     return result.stdout
 
