@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -12,8 +12,9 @@ from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.control.registry import CacheSession
 from mlx_kvcache.errors import RewindError
 from mlx_kvcache.integrations.mlx_lm import PromptCache, RecurrentStates
-from mlx_kvcache.integrations.sampling import Sampler
 
+#: Takes logits [1, vocabulary] and answers the next token [1].
+Choose = Callable[[mx.array], mx.array]
 #: Tokens after which MLX's pool of freed buffers is emptied, as mlx-lm does.
 _CLEAR_INTERVAL = 256
 #: How many of the marked positions keep their recurrent states; each costs one state of the model.
@@ -74,17 +75,17 @@ class TokenCache:
         self._wait()
         mx.clear_cache()
 
-    def generate(self, first: int, count: int, sampler: Sampler) -> Iterator[int]:
-        """Feed the token `first`, then sample up to `count` tokens, and feed each of those.
+    def generate(self, first: int, count: int, choose: Choose) -> Iterator[int]:
+        """Feed the token `first`, then choose up to `count` tokens, and feed each of those.
 
         The step of a token is on its way by the time that token is yielded.
         """
-        sampled = self._sample(self._step(mx.array([[first]])), sampler)
+        sampled = choose(self._step(mx.array([[first]])))
         mx.async_eval(sampled)  # type: ignore[no-untyped-call]
         for number in range(1, count + 1):
             logits = self._step(sampled[:, None])
             if number < count:
-                following = self._sample(logits, sampler)
+                following = choose(logits)
                 mx.async_eval(following)  # type: ignore[no-untyped-call]
             yield int(cast(int, sampled.item()))
             if number < count:
@@ -139,6 +140,3 @@ class TokenCache:
             self.states = {**states, position: self.cache.recurrent_states()}
         self._finished = position
         return logits[:, -1, :]
-
-    def _sample(self, logits: mx.array, sampler: Sampler) -> mx.array:
-        return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))

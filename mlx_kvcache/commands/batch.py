@@ -20,6 +20,7 @@ from mlx_kvcache.commands.batch_input import (
 )
 from mlx_kvcache.commands.batch_signals import Stop, stop_signals
 from mlx_kvcache.commands.console import SYSTEM_ERROR, print_note
+from mlx_kvcache.commands.flags import OUTPUT, PROMPT, flag
 from mlx_kvcache.commands.options import with_flags
 
 if TYPE_CHECKING:
@@ -41,42 +42,47 @@ def batch(
         ),
     ] = None,
     text: Annotated[
-        bool, typer.Option("--text", help="Every line is plain text, also one like JSON.")
+        bool, flag("Every line is plain text, also one like JSON.", "--text", panel=PROMPT)
+    ] = False,
+    skip_invalid: Annotated[
+        bool,
+        flag(
+            "Give lines that cannot be answered an error for a result, and answer the others.",
+            "--skip-invalid",
+            panel=PROMPT,
+        ),
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
+        flag(
+            "Append each result to this new file as it finishes, not to standard output.",
             "--output",
             "-o",
-            help="Append each result to this new file as it finishes, not to standard output.",
-            show_default=False,
+            panel=OUTPUT,
         ),
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Replace the file of --output, with the first result."),
+        flag("Replace the file of --output, with the first result.", "--overwrite", panel=OUTPUT),
     ] = False,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Go on with the file of --output: answer what it has no answer to."
+        flag(
+            "Go on with the file of --output: answer what it has no answer to.",
+            "--resume",
+            panel=OUTPUT,
         ),
     ] = False,
     unordered: Annotated[
         bool,
-        typer.Option(
-            "--unordered", help="Write results as they finish; those in a file always are."
-        ),
-    ] = False,
-    skip_invalid: Annotated[
-        bool,
-        typer.Option(
-            "--skip-invalid",
-            help="Give lines that cannot be answered an error for a result, and answer the others.",
+        flag(
+            "Write results as they finish; those in a file always are.",
+            "--unordered",
+            panel=OUTPUT,
         ),
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Show no figures and no progress.")
+        bool, flag("Show no figures and no progress.", "--quiet", "-q", panel=OUTPUT)
     ] = False,
 ) -> None:
     """Answer many prompts at once: JSON lines in, JSON lines out, in input order.

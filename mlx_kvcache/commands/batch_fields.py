@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +16,18 @@ from mlx_kvcache.commands.options import RunOptions
 from mlx_kvcache.errors import ConfigError
 
 #: What all lines have in common: the model, its cache, and what the command shows.
-WHOLE_RUN = frozenset({"model", "dtype", "capacity", "kv_dtype", "spare", "windows"})
+WHOLE_RUN = frozenset(
+    {
+        "model", "adapter_path", "dtype", "extra_eos_token",
+        "capacity", "kv_dtype", "spare", "windows",
+    }
+)  # fmt: skip
 #: Names that others use for our options.
 ALIASES = {
     "temperature": "temp",
     "max_completion_tokens": "max_tokens",
     "system_prompt": "system",
+    "chat_template_kwargs": "chat_template_args",
 }
 
 _Options = TypeVar("_Options", bound=RunOptions)
@@ -59,6 +66,8 @@ def with_fields(options: _Options, given: Mapping[str, object]) -> _Options:
             continue
         if name in changes:
             raise ConfigError(f"{name!r} is given twice, also as {field!r}; give it once")
+        if name == "chat_template_args" and isinstance(value, dict):
+            value = json.dumps(value)
         changes[name] = _converted(field, value, line_options()[name])
     return replace(options, **changes)
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 from mlx_kvcache.commands.batch_fields import with_fields
 from mlx_kvcache.commands.batch_lines import SYSTEM_ROLES, Content, read_json, take_content
 from mlx_kvcache.commands.console import decoded
-from mlx_kvcache.commands.options import RunOptions, check_integer, flag
+from mlx_kvcache.commands.flags import CACHE, check_integer, flag
+from mlx_kvcache.commands.options import RunOptions
 from mlx_kvcache.errors import ConfigError, KVCacheError
 
 #: Options that change where rows are kept, and no answer.
@@ -37,24 +38,32 @@ class BatchOptions(RunOptions):
         flag(
             "The most positions that all sessions hold together.",
             default="enough for the largest prompts at once",
+            panel=CACHE,
         ),
     ] = None
-    sessions: Annotated[int, flag("The most prompts that are answered at once.")] = 8
+    sessions: Annotated[int, flag("The most prompts that are answered at once.", panel=CACHE)] = 8
     cache: Annotated[
         CacheKind,
         flag(
             "cell: one pool of rows, common beginnings held once. batched: rows of its own for "
-            "each prompt, sliding windows as real rings."
+            "each prompt, sliding windows as real rings.",
+            panel=CACHE,
         ),
     ] = CacheKind.CELL
     share_prefix: Annotated[
-        bool, flag("Read what all prompts begin with once, and fork from there.", "--share-prefix")
+        bool,
+        flag(
+            "Read what all prompts begin with once, and fork from there.",
+            "--share-prefix",
+            panel=CACHE,
+        ),
     ] = False
     prefill_budget: Annotated[
         int | None,
         flag(
             "The most tokens of one step; what decoding leaves of it goes to prompts.",
             default="2048 on a GPU, 256 on a CPU",
+            panel=CACHE,
         ),
     ] = None
 

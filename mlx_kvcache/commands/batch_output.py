@@ -91,6 +91,7 @@ def refusal_line(refusal: Refusal) -> str:
         "id": refusal.label,
         "text": "",
         "finish_reason": INVALID,
+        "stop_text": None,
         "error": str(refusal.error),
         "prompt_tokens": None,
         "generated_tokens": 0,

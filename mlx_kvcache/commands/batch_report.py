@@ -16,11 +16,12 @@ def report_lines(batch: Batch | None, refused: int, kept: int) -> list[str]:
     if batch is None:
         return [f"batch   nothing left to answer{beside}"]
     metrics, engine = batch.engine.metrics, batch.engine
+    # What a stop text ended, the engine was told to cancel.
     own = 1 if batch.prefix is not None else 0
     mean = metrics.mean_rows
     queue = metrics.mean_queue_seconds
     requests = (
-        f"batch   {metrics.finished - own} finished, {metrics.failed} failed, "
+        f"batch   {metrics.finished + metrics.cancelled - own} finished, {metrics.failed} failed, "
         f"{len(engine.active) + len(engine.waiting)} unfinished{beside}"
     )
     if queue is not None:

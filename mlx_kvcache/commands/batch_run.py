@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-from mlx_kvcache.chat.text import ChatScript, chat_script, write_messages
+from mlx_kvcache.chat.stops import StopText
+from mlx_kvcache.chat.streaming import AnswerText, answer_text
+from mlx_kvcache.chat.text import ChatScript, PlainScript, chat_script
 from mlx_kvcache.commands.batch_input import BatchOptions, Prompt, Refusal
 from mlx_kvcache.commands.batch_output import result_line
 from mlx_kvcache.commands.loading import Loaded, load
+from mlx_kvcache.commands.options import parse_template_args
 from mlx_kvcache.control.factory import BATCHED
 from mlx_kvcache.control.history import common_prefix
 from mlx_kvcache.engine import Engine, Request, Session
-from mlx_kvcache.errors import CapacityError, KVCacheError
+from mlx_kvcache.engine.requests import STOP
+from mlx_kvcache.errors import CapacityError, ConfigError, KVCacheError
 from mlx_kvcache.facts.config import MAX_CAPACITY
-
-_Script = Callable[[str | None, bool], ChatScript]
+from mlx_kvcache.integrations.sampling import Sampling
 
 
 @dataclass(frozen=True)
 class Written:
-    """A prompt in the model's tokens, and the tokens that end its answer."""
+    """A prompt in the model's tokens, the tokens that end its answer, and how it is chosen."""
 
     prompt: Prompt
     tokens: list[int]
     stop: frozenset[int]
+    sampling: Sampling
 
     @property
     def need(self) -> int:
@@ -34,14 +38,31 @@ class Written:
         return len(self.tokens) + self.prompt.options.max_tokens
 
 
+class Watch:
+    """Looks for the stop texts in an answer while it is made."""
+
+    def __init__(self, tokenizer: Any, written: Written) -> None:
+        self._text = AnswerText(tokenizer, written.stop)
+        self._stops = StopText(written.prompt.options.stop_texts)
+
+    def sees_end(self, token: int) -> bool:
+        """Whether a stop text is whole with this token."""
+        self._stops.let_through(self._text.add(token))
+        return self._stops.stopped_by is not None
+
+
 @dataclass
 class Batch:
-    """Prompts that were submitted, in input order, and the engine that answers them."""
+    """Prompts that were submitted, in input order, and the engine that answers them.
+
+    watches: for the requests that a text may end.
+    """
 
     engine: Engine
     tokenizer: Any
     prefix: Session | None
     requests: dict[Request, Written] = field(default_factory=dict)
+    watches: dict[Request, Watch] = field(default_factory=dict)
 
     def submit(self, written: Written, shared: int) -> None:
         """Ask for an answer. shared: how many tokens the prefix has. Raises as `Engine.submit`."""
@@ -49,20 +70,23 @@ class Batch:
         request = self.engine.submit(
             written.tokens[shared:],
             max_tokens=options.max_tokens,
-            sampling=options.sampling,
+            sampling=written.sampling,
             stop=sorted(written.stop),
             parent=self.prefix,
         )
         self.requests[request] = written
+        if options.stop_texts:
+            self.watches[request] = Watch(self.tokenizer, written)
 
     def run(self) -> Iterator[list[tuple[Request, bool]]]:
         """Answer all prompts: for each step, whose tokens were made, and whether they ended it."""
         while not self.engine.is_idle:
-            yield [
-                (event.request, event.finish_reason is not None)
-                for event in self.engine.step()
-                if event.request in self.requests
-            ]
+            events = [event for event in self.engine.step() if event.request in self.requests]
+            for request, token, reason in events:
+                watch = self.watches.get(request)
+                if watch and token is not None and reason is None and watch.sees_end(token):
+                    request.cancel()
+            yield [(request, reason is not None) for request, _, reason in events]
 
     def finished(self) -> Iterator[Request]:
         """The requests that have ended, in input order."""
@@ -76,11 +100,14 @@ class Batch:
         """The result of one prompt, as it is written."""
         written = self.requests[request]
         prompt = written.prompt
+        stops = StopText(prompt.options.stop_texts)
+        text = stops.let_through(answer_text(self.tokenizer, request.tokens, request.stop))
         facts = {
             "line": prompt.line,
             "id": prompt.label,
-            "text": self._text(request),
-            "finish_reason": request.finish_reason,
+            "text": text + stops.rest(),
+            "finish_reason": STOP if stops.stopped_by is not None else request.finish_reason,
+            "stop_text": stops.stopped_by,
             "error": None if request.error is None else str(request.error),
             "prompt_tokens": len(written.tokens),
             "generated_tokens": len(request.tokens),
@@ -91,16 +118,6 @@ class Batch:
             "total_seconds": _since(request, request.ended),
         }
         return result_line(facts)
-
-    def _text(self, request: Request) -> str:
-        detokenizer = self.tokenizer.detokenizer
-        detokenizer.reset()
-        for token in request.tokens:
-            if token not in request.stop:
-                detokenizer.add_token(token)
-        detokenizer.finalize()
-        text: str = detokenizer.text
-        return text
 
 
 def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> tuple[Batch, list[Refusal]]:
@@ -147,16 +164,28 @@ def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> tuple[Batch, li
 
 def _write(prompts: Sequence[Prompt], loaded: Loaded, refusals: list[Refusal]) -> list[Written]:
     """The prompts in tokens; those that the tokenizer or its template refuses join the refusals."""
-    script: _Script = cache(partial(chat_script, loaded.tokenizer))
+
+    @cache
+    def script(system: str | None, raw: bool, arguments: str | None) -> ChatScript:
+        args = None if arguments is None else parse_template_args(arguments)
+        return chat_script(loaded.tokenizer, system, raw, args)
+
     written = []
     for prompt in prompts:
+        options = prompt.options
+        prefill = options.prefill_response or ""
         try:
-            chosen = script(prompt.options.system, prompt.options.raw)
+            chosen = script(options.system, options.raw, options.chat_template_args)
             if isinstance(prompt.content, str):
-                tokens = chosen.write([], [], prompt.content)
+                tokens = chosen.write([], [], prompt.content, prefill)
+            elif isinstance(chosen, PlainScript):
+                raise ConfigError(
+                    "the model has no chat template to put messages into; give a prompt"
+                )
             else:
-                tokens = write_messages(loaded.tokenizer, prompt.content)
-            written.append(Written(prompt, tokens, chosen.stop_tokens))
+                tokens = chosen.write_messages(prompt.content, prefill)
+            sampling = loaded.sampling(options)
+            written.append(Written(prompt, tokens, chosen.stop_tokens, sampling))
         except KVCacheError as error:
             refusals.append(Refusal(prompt.line, error, prompt.label))
     return written

@@ -14,8 +14,9 @@ import typer
 
 from mlx_kvcache.commands.chat_input import line_history, on_terminal, read_line
 from mlx_kvcache.commands.console import USER_ERROR, print_error, print_note
+from mlx_kvcache.commands.flags import flag
 from mlx_kvcache.commands.loading import load
-from mlx_kvcache.commands.options import SequenceOptions, flag, with_flags
+from mlx_kvcache.commands.options import SequenceOptions, with_flags
 from mlx_kvcache.errors import KVCacheError
 
 if TYPE_CHECKING:
@@ -62,13 +63,9 @@ def chat(options: ChatFlags) -> None:
 
 
 def _begin(options: SequenceOptions) -> Conversation:
-    import mlx.core as mx
-
     from mlx_kvcache.chat.conversation import ChatOptions, Conversation
 
     loaded = load(options)
-    if options.seed is not None:
-        mx.random.seed(options.seed)
     conversation = Conversation(
         loaded.model,
         loaded.tokenizer,
@@ -77,9 +74,12 @@ def _begin(options: SequenceOptions) -> Conversation:
             options.system,
             options.raw,
             options.max_tokens,
-            options.sampling,
+            loaded.sampling(options),
             options.prefill_step,
             loaded.capacity_source(options),
+            options.template_args,
+            options.prefill_response or "",
+            options.stop_texts,
         ),
     )
     conversation.on_notice = _note

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import sys
-from importlib import metadata
 from typing import Any
 
 from rich.console import Console
@@ -15,28 +14,40 @@ from rich.text import Text
 import mlx_kvcache
 from mlx_kvcache.errors import ConfigError
 
-#: Exit statuses: the system failed us, a wrong request, and what a shell gives for SIGINT and
-#: SIGPIPE.
+#: Exit statuses: the system failed us, a wrong request, and what a shell gives for SIGINT,
+#: SIGPIPE and SIGTERM.
 SYSTEM_ERROR = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+TERMINATED = 143
+
+
+class _Lines(Console):
+    """A console that leaves a broken pipe to whoever writes, as any other failure."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def stderr_console() -> Console:
     """The console for progress, figures and errors; lines keep their length in a file or a pipe."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return _Lines(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:
     """Say what went wrong, in one red line on stderr."""
     line = " ".join(message.split())
-    stderr_console().print(Text(f"error: {line}", style="bold red"))
+    print_note(f"error: {line}", style="bold red")
 
 
 def print_note(message: str, style: str = "") -> None:
-    """One line on stderr."""
-    stderr_console().print(Text(message, style=style))
+    """One line on stderr. What cannot be written there is lost, and ends nothing."""
+    try:
+        stderr_console().print(Text(message, style=style))
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
 
 
 def prepare_stdout() -> None:
@@ -68,6 +79,8 @@ def write_json(facts: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """The version of this package and of each it stands on, read without importing those."""
+    from importlib import metadata
+
     found = {"mlx-kvcache": mlx_kvcache.__version__}
     for package in ("mlx", "mlx-lm", "transformers"):
         try:
@@ -78,9 +91,13 @@ def versions() -> dict[str, str]:
 
 
 def discard_stdout() -> None:
-    """Point stdout at nothing, since its reader is gone: the flush at exit would fail again."""
+    """Point stdout at nothing, since it cannot be written: the flush at exit would fail again."""
+    _discard(sys.stdout)
+
+
+def _discard(stream: Any) -> None:
     try:
-        descriptor = sys.stdout.fileno()
+        descriptor = stream.fileno()
     except (OSError, ValueError):
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)

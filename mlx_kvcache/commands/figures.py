@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from mlx_kvcache.facts.geometry import LayerGeometry
+from mlx_kvcache.layout.ring import RingLayout
+from mlx_kvcache.layout.sequence import SequenceLayout
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -43,6 +47,39 @@ def ranges_text(numbers: tuple[int, ...]) -> str:
     if len(runs) - tail < 4:
         return ", ".join(texts)
     return ", ".join([*texts[:2], f"... {texts[-1 - tail]}", *texts[len(texts) - tail :]])
+
+
+def ring_facts(layout: SequenceLayout) -> list[dict[str, int]]:
+    """For each window: its cache layers, their slots, and how often their rings wrapped."""
+    counts = Counter(each for each in layout.layers if isinstance(each, RingLayout))
+    return [
+        {
+            "window": ring.window,
+            "layers": count,
+            "slots": ring.size,
+            "wraps": ring_wraps(ring, layout.high_water),
+        }
+        for ring, count in sorted(counts.items(), key=lambda pair: pair[0].window)
+    ]
+
+
+def rings_text(layout: SequenceLayout) -> str:
+    """How often the rings wrapped: "ring(8) wrapped 3 times"; empty where there are none."""
+    return ", ".join(
+        f"ring({facts['window']}) {wraps_text(facts['wraps'])}" for facts in ring_facts(layout)
+    )
+
+
+def ring_wraps(ring: RingLayout, high_water: int) -> int:
+    """How often a row went into the ring's first slot again, given the highest end written."""
+    return max(0, high_water - 1) // ring.size
+
+
+def wraps_text(wraps: int) -> str:
+    """Wraps in words, as what a ring did."""
+    if not wraps:
+        return "has not wrapped"
+    return "wrapped once" if wraps == 1 else f"wrapped {wraps} times"
 
 
 def layer_facts(layer: LayerGeometry) -> dict[str, int]:

@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mlx_kvcache.commands.console import decoded, print_note, write_json
+from mlx_kvcache.commands.flags import OUTPUT, PROMPT, check_integer, check_text, flag
 from mlx_kvcache.commands.loading import Loaded, load
 from mlx_kvcache.commands.options import SequenceOptions, with_flags
 from mlx_kvcache.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
-    from mlx_kvcache.chat.generation import Generation
+    from mlx_kvcache.chat.generation import Generation, Progress
     from mlx_kvcache.integrations.mlx_lm import PromptCache
 
+#: More of the likeliest tokens than anybody reads.
+MAX_LOGPROBS = 100
 
-@with_flags(SequenceOptions)
+
+@dataclass(frozen=True)
+class GenerateOptions(SequenceOptions):
+    """The options of `generate`: what is shown of the one answer."""
+
+    as_json: Annotated[
+        bool, flag("Write one JSON object with the answer and all figures.", "--json", panel=OUTPUT)
+    ] = False
+    logprobs: Annotated[
+        int | None,
+        flag(
+            "Under --json, the log-probability of each token and of this many of the likeliest.",
+            metavar="N",
+            panel=OUTPUT,
+        ),
+    ] = None
+    quiet: Annotated[
+        bool,
+        flag("Show the answer alone: no figures, no progress.", "--quiet", "-q", panel=OUTPUT),
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("--logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.logprobs is not None and not self.as_json:
+            raise ConfigError("--logprobs are part of --json; give that too, or leave them out")
+
+
+@with_flags(GenerateOptions)
 def generate(
-    options: SequenceOptions,
+    options: GenerateOptions,
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -29,10 +63,15 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Write one JSON object with the answer and all figures."),
-    ] = False,
+    prompt_option: Annotated[
+        str | None, flag("The prompt, as an option.", "--prompt", "-p", panel=PROMPT)
+    ] = None,
+    file: Annotated[
+        str | None,
+        flag(
+            "Read the prompt from this file; '-' is standard input.", "--file", "-f", panel=PROMPT
+        ),
+    ] = None,
 ) -> None:
     """Generate text with a Hugging Face model on this package's cache.
 
@@ -44,59 +83,81 @@ def generate(
 
     ```sh
     mlx-kvcache generate "What is the capital of France?"
-    mlx-kvcache generate --raw "The capital of France is" --max-tokens 8
-    mlx-kvcache generate --model gemma3-270m --raw --temp 0.8 "Once upon a"
-    mlx-kvcache generate --model org/model --capacity 8192 < prompt.txt
-    mlx-kvcache generate "Name three rivers." --json | jq .speed
+    mlx-kvcache generate --raw "The capital of France is" --stop .
+    mlx-kvcache generate -m gemma3-270m --raw "Once upon a" --temp 0.8 --top-k 40
+    mlx-kvcache generate -m gemma3-270m --raw "1, 2, 3," --windows 16 --spare 8 --max-tokens 64
+    mlx-kvcache generate --model org/model --capacity 8192 --quiet --file prompt.txt
+    mlx-kvcache generate "Name three rivers." --json --logprobs 3 | jq .speed
     ```
     """
     from mlx_kvcache.commands.generate_report import report_facts, report_lines
 
-    generation = _prepare(options, read_prompt(prompt))
-    interrupted = _run(generation, _ignore if as_json else _write)
-    if as_json:
+    generation = _prepare(options, read_prompt(prompt, prompt_option, file))
+    interrupted = _run(generation, options)
+    if options.as_json:
         write_json(report_facts(generation, options))
-    else:
-        if generation.text and not generation.text.endswith("\n"):
-            _write("\n")
+    elif generation.text and not generation.text.endswith("\n"):
+        _write("\n")
+    if not (options.as_json or options.quiet):
         for line in report_lines(generation):
             print_note(line, style="dim")
     if interrupted:
         raise KeyboardInterrupt
 
 
-def read_prompt(argument: str | None) -> str:
-    """The prompt: the argument, or standard input when that is "-" or absent and input is piped.
+def read_prompt(
+    argument: str | None, prompt_option: str | None = None, file: str | None = None
+) -> str:
+    """The prompt, from the one place where it is given.
 
-    The line end that closes piped input is not part of it. Raises `ConfigError` when there is no
-    prompt, when it is empty, or when it is not UTF-8.
+    Without any of them, or as "-", it is standard input. The line end that closes a file is not
+    part of it. Raises `ConfigError` when there is no prompt or more than one, when it is empty,
+    or not UTF-8, or when there is no such file.
     """
-    if argument is None and sys.stdin.isatty():
-        raise ConfigError(
-            "there is no prompt; give one as the argument, or pipe one into standard input"
-        )
-    prompt = argument
-    if prompt is None or prompt == "-":
-        text = decoded(sys.stdin.buffer.read(), "standard input")
-        prompt = text.removesuffix("\n").removesuffix("\r")
+    given = {"PROMPT": argument, "--prompt": prompt_option, "--file": file}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ConfigError(f"the prompt is given by {' and '.join(named)}; leave one of them out")
+    prompt = argument if prompt_option is None else prompt_option
+    if file not in (None, "-"):
+        prompt = _without_line_end(_read_file(str(file)), str(file))
+    elif prompt is None or prompt == "-":
+        if not named and sys.stdin.isatty():
+            raise ConfigError(
+                "there is no prompt; give one as the argument, or pipe one into standard input"
+            )
+        prompt = _without_line_end(sys.stdin.buffer.read(), "standard input")
     if not prompt.strip():
         raise ConfigError("the prompt is empty; give some text to continue or to answer")
-    try:
-        prompt.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError("the prompt is not valid UTF-8; give it as UTF-8 text") from error
+    check_text("the prompt", prompt)
     return prompt
 
 
-def _prepare(options: SequenceOptions, prompt: str) -> Generation:
+def _read_file(name: str) -> bytes:
+    try:
+        return Path(name).expanduser().read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no file {name} to read the prompt from") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"--file {name} is a directory; give a file") from error
+    except ValueError as error:
+        raise ConfigError(f"--file {name!r} is no name of a file: {error}") from error
+
+
+def _without_line_end(data: bytes, name: str) -> str:
+    return decoded(data, name).removesuffix("\n").removesuffix("\r")
+
+
+def _prepare(options: GenerateOptions, prompt: str) -> Generation:
     """Load the model, and refuse what cannot fit before anything is computed."""
     from mlx_kvcache.chat.generation import Generation
+    from mlx_kvcache.chat.logprobs import Logprobs
     from mlx_kvcache.chat.text import chat_script
     from mlx_kvcache.integrations.mlx_lm import default_prefill_step
 
     loaded = load(options)
-    script = chat_script(loaded.tokenizer, options.system, options.raw)
-    tokens = script.write([], [], prompt)
+    script = chat_script(loaded.tokenizer, options.system, options.raw, options.template_args)
+    tokens = script.write([], [], prompt, prefill=options.prefill_response or "")
     _check_room(len(tokens), options, loaded)
     cache = loaded.prompt_cache(options)
     _reserve(cache, len(tokens), options)
@@ -107,8 +168,10 @@ def _prepare(options: SequenceOptions, prompt: str) -> Generation:
         cache,
         options.max_tokens,
         script.stop_tokens,
-        options.sampling,
+        loaded.sampling(options),
         options.prefill_step or default_prefill_step(),
+        stop_texts=options.stop_texts,
+        logprobs=None if options.logprobs is None else Logprobs(options.logprobs),
     )
 
 
@@ -135,12 +198,11 @@ def _reserve(cache: PromptCache, prompt_count: int, options: SequenceOptions) ->
         cache.sequence.reserve(prompt_count + options.max_tokens)
 
 
-def _run(generation: Generation, show: Callable[[str], None]) -> bool:
+def _run(generation: Generation, options: GenerateOptions) -> bool:
     """Make the answer; whether it was interrupted."""
-    from mlx_kvcache.models.progress import reading_prompt
-
+    show = _ignore if options.as_json else _write
     try:
-        with reading_prompt() as generation.on_progress:
+        with _progress(options) as generation.on_progress:
             for piece in generation.pieces():
                 show(piece)
     except KeyboardInterrupt:
@@ -148,6 +210,17 @@ def _run(generation: Generation, show: Callable[[str], None]) -> bool:
         generation.finish_reason = "interrupted"
         return True
     return False
+
+
+@contextmanager
+def _progress(options: GenerateOptions) -> Iterator[Progress | None]:
+    from mlx_kvcache.models.progress import reading_prompt
+
+    if options.quiet:
+        yield None
+        return
+    with reading_prompt() as progress:
+        yield progress
 
 
 def _write(text: str) -> None:

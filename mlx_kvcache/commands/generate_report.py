@@ -12,11 +12,13 @@ import mlx.core as mx
 
 from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.chat.generation import Generation
+from mlx_kvcache.chat.text import spell
 from mlx_kvcache.commands.console import versions
-from mlx_kvcache.commands.figures import layer_facts, rate_text, size_text
+from mlx_kvcache.commands.figures import layer_facts, rate_text, ring_facts, rings_text, size_text
 from mlx_kvcache.commands.options import RunOptions
 from mlx_kvcache.facts.config import MAX_CAPACITY
 from mlx_kvcache.facts.layer_kinds import summary
+from mlx_kvcache.integrations.sampling import sampling_facts
 
 
 def peak_process_bytes() -> int:
@@ -27,12 +29,14 @@ def peak_process_bytes() -> int:
 
 
 def cache_line(cache: MLXSequenceCache) -> str:
-    """Layers, positions and bytes of a cache."""
+    """Layers, positions and bytes of a cache, and how often its rings wrapped."""
     capacity = "unlimited" if cache.capacity == MAX_CAPACITY else str(cache.capacity)
-    return (
+    line = (
         f"cache   {summary(cache.geometry)} layers, {cache.length}/{capacity} positions, "
         f"{size_text(cache.nbytes_used)} used of {size_text(cache.nbytes)} held"
     )
+    rings = rings_text(cache.layout)
+    return f"{line}; {rings}" if rings else line
 
 
 def memory_line() -> str:
@@ -63,14 +67,15 @@ def report_facts(generation: Generation, options: RunOptions) -> dict[str, Any]:
         "model": options.model,
         "text": generation.text,
         "token_ids": generation.token_ids,
+        "logprobs": _logprob_facts(generation),
         "finish_reason": generation.finish_reason,
+        "stop_text": generation.stopped_by,
         "prompt_tokens": len(generation.prompt),
         "generated_tokens": len(generation.token_ids),
         "sampling": {
             "max_tokens": options.max_tokens,
-            "temp": options.temp,
-            "top_p": options.top_p,
-            "seed": options.seed,
+            "stop": list(options.stop_texts),
+            **sampling_facts(generation.sampling),
         },
         "speed": {
             "first_token_seconds": generation.first_token_seconds,
@@ -90,6 +95,21 @@ def report_facts(generation: Generation, options: RunOptions) -> dict[str, Any]:
     }
 
 
+def _logprob_facts(generation: Generation) -> list[dict[str, Any]] | None:
+    """One entry a token: it, its log-probability, and the likeliest in its place."""
+    if generation.logprobs is None:
+        return None
+
+    def facts(token: int, logprob: float) -> dict[str, Any]:
+        text = spell(generation.tokenizer, [token])
+        return {"token_id": token, "text": text, "logprob": logprob}
+
+    return [
+        {**facts(found.token, found.logprob), "top": [facts(*each) for each in found.likeliest]}
+        for found in generation.logprobs.found()
+    ]
+
+
 def _cache_facts(generation: Generation) -> dict[str, Any]:
     cache = generation.cache.sequence
     config = cache.config
@@ -102,6 +122,7 @@ def _cache_facts(generation: Generation) -> dict[str, Any]:
         "kv_dtype": config.kv_dtype,
         "initial_capacity": config.initial_capacity,
         "spare": config.spare,
+        "rings": ring_facts(cache.layout),
         "geometry": {
             "summary": summary(cache.geometry),
             "windows": list(cache.geometry.windows),

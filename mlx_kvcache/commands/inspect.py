@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from mlx_kvcache.commands.console import write_json
+from mlx_kvcache.commands.flags import check_dtype, check_integer
 from mlx_kvcache.commands.inspect_report import inspect_facts, print_inspection
 from mlx_kvcache.commands.inspection import FALLBACK_CONTEXT, inspection
-from mlx_kvcache.commands.options import check_dtype, check_integer
 
 
 def inspect(

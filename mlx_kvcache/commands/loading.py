@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlx_kvcache.commands.options import RunOptions, SequenceOptions
+from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
 
     from mlx_kvcache.integrations.mlx_lm import PromptCache
+    from mlx_kvcache.integrations.sampling import Sampling
 
 #: What the families call their context length, the usual name first.
 _NAMES = (
@@ -61,6 +63,15 @@ class Loaded:
             return " (--capacity)"
         return " (the model's context length)" if self.limit else ""
 
+    def sampling(self, options: RunOptions) -> Sampling:
+        """How tokens are chosen. XTC never takes away what ends a line or an answer."""
+        sampling = options.sampling
+        if not sampling.xtc_probability:
+            return sampling
+        line_end = map(int, self.tokenizer.encode("\n"))
+        special = sorted({*line_end, *self.tokenizer.eos_token_ids})
+        return replace(sampling, xtc_special_tokens=tuple(special))
+
     def prompt_cache(self, options: SequenceOptions) -> PromptCache:
         """An empty cache as asked for. Raises `GeometryError` or `ConfigError`."""
         from mlx_kvcache.integrations.mlx_lm import make_prompt_cache
@@ -77,9 +88,26 @@ class Loaded:
 
 
 def load(options: RunOptions) -> Loaded:
-    """Load the model. Raises what `models.resolve` and `models.load` raise."""
+    """Load the model. Raises what `models.resolve` and `models.load` raise, and `ConfigError`."""
     from mlx_kvcache import models
 
     directory = models.resolve(options.model)
     limit = position_limit(models.read_config(directory))
-    return Loaded(*models.load(directory, dtype=options.dtype), limit)
+    model, tokenizer = models.load(
+        directory,
+        dtype=options.dtype,
+        adapter_path=options.adapter_path,
+        trust_remote_code=options.trust_remote_code,
+    )
+    for token in options.extra_eos_token or ():
+        _end_at(tokenizer, token)
+    return Loaded(model, tokenizer, limit)
+
+
+def _end_at(tokenizer: Any, token: str) -> None:
+    """Let a token, by its text or its id, end an answer. Raises `ConfigError` for none."""
+    number = int(token) if token.isdecimal() else tokenizer.convert_tokens_to_ids(token)
+    unknown = number is None or (number == tokenizer.unk_token_id and token != tokenizer.unk_token)
+    if unknown or number >= len(tokenizer.get_vocab()):
+        raise ConfigError(f"--extra-eos-token {token!r} is no token of this model")
+    tokenizer.add_eos_token(str(number))

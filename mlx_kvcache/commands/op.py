@@ -30,6 +30,7 @@ def op(
 
     ```sh
     mlx-kvcache op --kv-cache 128,2,4,64
+    mlx-kvcache op --kv-cache 64,2,4,32 --windows 8 --spare 4 --steps 20,1,1,1
     mlx-kvcache op --kv-cache 128,2,1,64,bfloat16 --windows 8,0 --spare 4 --steps 20,1,1,3
     mlx-kvcache op --kv-cache 64,1,2,32 --query-heads 8 --value-dim 16 --sinks --softcap 30 --json
     ```

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from mlx_kvcache.commands.options import check_integer, flag, parse_windows
+from mlx_kvcache.commands.flags import check_integer, flag
+from mlx_kvcache.commands.options import parse_windows
 from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.facts.config import DEFAULT_SPARE, KV_DTYPES, MAX_CAPACITY
 

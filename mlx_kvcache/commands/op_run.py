@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_kvcache.cache.attention import AttendSpec, attend
+from mlx_kvcache.cache.sequence import MLXSequenceCache
+from mlx_kvcache.commands.figures import ring_wraps, wraps_text
 from mlx_kvcache.commands.op_request import Array, OpRequest
 from mlx_kvcache.control.op import update_and_attend
 from mlx_kvcache.control.registry import CacheSession
 from mlx_kvcache.facts.layer_kinds import summary
+from mlx_kvcache.layout.ring import RingLayout
+from mlx_kvcache.layout.sequence import SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class OpResult:
 
     error: the largest difference from the recomputation, which rounds keys and values to the
     storage dtype as the cache does. storage_error: what that rounding alone changes. tolerance:
-    what `error` may be.
+    what `error` may be. wraps: how often the layer's ring has wrapped by then.
     """
 
     step: int
@@ -33,6 +37,7 @@ class OpResult:
     error: float
     storage_error: float
     tolerance: float
+    wraps: int
 
     @property
     def passed(self) -> bool:
@@ -45,7 +50,8 @@ def run(request: OpRequest) -> Iterator[OpResult]:
     # A row that outweighs the others passes its own size on to the answer.
     largest = float(np.abs(request.tensors.values).max())
     tolerance = request.tolerance * max(1.0, largest)
-    with CacheSession(request.geometry, request.config):
+    with CacheSession(request.geometry, request.config) as session:
+        layout = cast(MLXSequenceCache, session.cache).layout
         position = 0
         for step, tokens in enumerate(request.steps):
             for layer, window in enumerate(request.geometry.windows):
@@ -61,8 +67,14 @@ def run(request: OpRequest) -> Iterator[OpResult]:
                     float(np.abs(answer - truth).max()),
                     float(np.abs(truth - ideal).max()),
                     tolerance,
+                    _wraps(layout, layer),
                 )
             position += tokens
+
+
+def _wraps(layout: SequenceLayout, layer: int) -> int:
+    ring = layout.layers[layer]
+    return ring_wraps(ring, layout.high_water) if isinstance(ring, RingLayout) else 0
 
 
 def _answer(request: OpRequest, layer: int, position: int, tokens: int) -> Array:
@@ -113,6 +125,8 @@ def _options(request: OpRequest) -> dict[str, Any]:
 def result_line(result: OpResult) -> str:
     """One result for a person."""
     kind = f"ring {result.window}" if result.window else "flat"
+    if result.wraps:
+        kind += f", {wraps_text(result.wraps)}"
     last = result.position + result.tokens - 1
     line = (
         f"step {result.step} (positions {result.position}-{last}) layer {result.layer} ({kind}): "
@@ -128,7 +142,13 @@ def verdict_line(results: list[OpResult]) -> str:
     worst = max((result.error for result in results), key=lambda error: (error != error, error))
     failed = sum(not result.passed for result in results)
     verdict = f"{failed} of {len(results)} ABOVE" if failed else f"all {len(results)} within"
-    return f"{verdict} the tolerance {results[0].tolerance:.2e}; max abs error {worst:.2e}"
+    line = f"{verdict} the tolerance {results[0].tolerance:.2e}; max abs error {worst:.2e}"
+    return f"{line}{_rings_text(results)}"
+
+
+def _rings_text(results: list[OpResult]) -> str:
+    wraps = {result.window: result.wraps for result in results if result.window}
+    return "".join(f"; ring {window} {wraps_text(wraps[window])}" for window in sorted(wraps))
 
 
 def facts(request: OpRequest, results: list[OpResult]) -> dict[str, Any]:
@@ -158,6 +178,7 @@ def facts(request: OpRequest, results: list[OpResult]) -> dict[str, Any]:
                 "layer": result.layer,
                 "position": result.position,
                 "tokens": result.tokens,
+                "wraps": result.wraps,
                 "max_abs_error": _finite(result.error),
                 "storage_error": _finite(result.storage_error),
                 "passed": result.passed,

@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
-import typer
-
-from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.facts.config import (
-    DEFAULT_INITIAL_CAPACITY,
-    DEFAULT_SPARE,
-    KV_DTYPES,
-    MAX_CAPACITY,
+from mlx_kvcache.commands.flags import (
+    ANSWER,
+    CACHE,
+    MODEL,
+    PANELS,
+    PROMPT,
+    check_dtype,
+    check_integer,
+    check_text,
+    flag,
 )
-
-if TYPE_CHECKING:
-    from mlx_kvcache.integrations.sampling import Sampling
+from mlx_kvcache.commands.sampling_options import SamplingOptions
+from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.checks import shortened
+from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_SPARE
 
 _DTYPES = "float32, float16 or bfloat16"
-
-
-def flag(text: str, *names: str, default: str = "") -> Any:
-    """A flag with its help; `default` says what None stands for."""
-    said = f"{text} [default: {default}]" if default else text
-    return typer.Option(*names, help=said, show_default=not default)
+#: What this package says to a chat template itself.
+_OWN_TEMPLATE_ARGS = (
+    "conversation",
+    "messages",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(SamplingOptions):
     """What was asked of the model, beside the prompt. None stands for a default of the model.
 
     Raises `ConfigError`, naming the flag and its value, for what cannot be.
@@ -44,30 +51,86 @@ class RunOptions:
             "A demo (smollm2, gemma3-270m), a model directory, a .gguf file or a hub id.",
             "--model",
             "-m",
+            panel=MODEL,
         ),
     ] = "smollm2"
-    max_tokens: Annotated[int, flag("The most tokens of one answer.")] = 256
-    temp: Annotated[float, flag("Sampling temperature; 0 is greedy.")] = 0.0
-    top_p: Annotated[
-        float, flag("Sample from the most likely tokens of this total probability.")
-    ] = 1.0
-    seed: Annotated[
-        int | None, flag("Seed of the sampling.", default="another one in each run")
+    adapter_path: Annotated[
+        str | None,
+        flag("Directory of a trained adapter (LoRA, DoRA), as mlx-lm writes it.", panel=MODEL),
     ] = None
-    system: Annotated[str | None, flag("System prompt for the chat template.")] = None
-    raw: Annotated[bool, flag("Continue the text as it is, without chat template.", "--raw")] = (
-        False
-    )
     dtype: Annotated[
         str | None,
-        flag(f"Dtype of the weights: {_DTYPES}.", default="float32 on a CPU, else as stored"),
+        flag(
+            f"Dtype of the weights: {_DTYPES}.",
+            default="float32 on a CPU, else as stored",
+            panel=MODEL,
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool,
+        flag(
+            "Run Python files that come with the model. They can do anything you can.",
+            "--trust-remote-code",
+            panel=MODEL,
+        ),
+    ] = False
+    system: Annotated[
+        str | None,
+        flag("System prompt for the chat template.", "--system", "--system-prompt", panel=PROMPT),
+    ] = None
+    raw: Annotated[
+        bool,
+        flag(
+            "Continue the text as it is, without chat template.",
+            "--raw",
+            "--ignore-chat-template",
+            panel=PROMPT,
+        ),
+    ] = False
+    prefill_response: Annotated[
+        str | None,
+        flag("What the answer begins with; the model goes on from there.", panel=PROMPT),
+    ] = None
+    chat_template_args: Annotated[
+        str | None,
+        flag(
+            "JSON object of arguments for the chat template: '{\"enable_thinking\": false}'.",
+            "--chat-template-args",
+            "--chat-template-config",
+            metavar="JSON",
+            panel=PROMPT,
+        ),
+    ] = None
+    max_tokens: Annotated[int, flag("The most tokens of one answer.", panel=ANSWER)] = 256
+    stop: Annotated[
+        list[str] | None,
+        flag(
+            "End the answer before this text. May be repeated.",
+            metavar="TEXT",
+            panel=ANSWER,
+        ),
+    ] = None
+    extra_eos_token: Annotated[
+        list[str] | None,
+        flag(
+            "End the answer at this token of the model, or token id. May be repeated.",
+            metavar="TOKEN",
+            panel=ANSWER,
+        ),
     ] = None
     capacity: Annotated[
         int | None,
-        flag("The most positions the cache may hold.", default="the model's context length"),
+        flag(
+            "The most positions the cache may hold. What needs more is refused, also under "
+            "mlx-lm's name for it: no old position is overwritten to make room.",
+            "--capacity",
+            "--max-kv-size",
+            default="the model's context length",
+            panel=CACHE,
+        ),
     ] = None
     kv_dtype: Annotated[
-        str | None, flag(f"Dtype of the cache: {_DTYPES}.", default="the model's")
+        str | None, flag(f"Dtype of the cache: {_DTYPES}.", default="the model's", panel=CACHE)
     ] = None
     spare: Annotated[
         int,
@@ -76,43 +139,70 @@ class RunOptions:
             "many tokens.",
             "--spare",
             "--max-write",
+            panel=CACHE,
         ),
     ] = DEFAULT_SPARE
     windows: Annotated[
         str | None,
         flag(
             "Other windows: one for the sliding layers (32), or one for each cache layer "
-            "(32,32,0); 0 keeps and attends to everything."
+            "(32,32,0); 0 keeps and attends to everything.",
+            panel=CACHE,
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        from mlx_kvcache.integrations.sampling import check_sampling
-
+        super().__post_init__()
         if not self.model.strip():
             raise ConfigError("--model is empty; give a model's name or path")
         check_integer("--max-tokens", self.max_tokens, 1)
         check_integer("--capacity", self.capacity, 1)
         check_integer("--spare", self.spare, 1)
-        try:
-            check_sampling(self.sampling)
-        except ConfigError as error:
-            raise ConfigError(f"--{str(error).replace('_', '-', 1)}") from error
         check_dtype("--kv-dtype", self.kv_dtype)
         check_dtype("--dtype", self.dtype)
         for window in self.cache_windows or ():
             check_integer("--windows", window, 0)
-        if self.raw and self.system is not None:
-            raise ConfigError(
-                "--system needs the chat template, which --raw turns off; leave one of them out"
-            )
+        self._check_texts()
+        if self.adapter_path is not None and not Path(self.adapter_path).expanduser().is_dir():
+            raise ConfigError(f"--adapter-path {self.adapter_path} is no directory")
+        _ = self.template_args
+        self._check_template_is_used()
+
+    def _check_texts(self) -> None:
+        check_text("--model", self.model)
+        check_text("--adapter-path", self.adapter_path)
+        check_text("--system", self.system)
+        check_text("--prefill-response", self.prefill_response)
+        check_text("--chat-template-args", self.chat_template_args)
+        for name, texts in (("--stop", self.stop), ("--extra-eos-token", self.extra_eos_token)):
+            for text in texts or ():
+                check_text(name, text)
+                if not text:
+                    raise ConfigError(f"{name} is empty; give some text, or leave it out")
+
+    def _check_template_is_used(self) -> None:
+        given = {
+            "--system": self.system,
+            "--prefill-response": self.prefill_response,
+            "--chat-template-args": self.chat_template_args,
+        }
+        for name, value in given.items():
+            if self.raw and value is not None:
+                raise ConfigError(
+                    f"{name} needs the chat template, which --raw turns off; leave one of them out"
+                )
 
     @property
-    def sampling(self) -> Sampling:
-        """How tokens are chosen."""
-        from mlx_kvcache.integrations.sampling import Sampling
+    def stop_texts(self) -> tuple[str, ...]:
+        """The texts that end an answer."""
+        return tuple(self.stop or ())
 
-        return Sampling(self.temp, self.top_p, self.seed)
+    @property
+    def template_args(self) -> dict[str, Any] | None:
+        """The arguments for the chat template."""
+        if self.chat_template_args is None:
+            return None
+        return parse_template_args(self.chat_template_args)
 
     @property
     def cache_windows(self) -> tuple[int, ...] | None:
@@ -129,11 +219,18 @@ class SequenceOptions(RunOptions):
         flag(
             "Rows with which full-attention layers start; they double from there.",
             default=str(DEFAULT_INITIAL_CAPACITY),
+            panel=CACHE,
         ),
     ] = None
     prefill_step: Annotated[
         int | None,
-        flag("Prompt tokens of one forward pass.", default="2048 on a GPU, 256 on a CPU"),
+        flag(
+            "Prompt tokens of one forward pass.",
+            "--prefill-step",
+            "--prefill-step-size",
+            default="2048 on a GPU, 256 on a CPU",
+            panel=CACHE,
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -156,6 +253,7 @@ def with_flags(
         )
         for field in fields(options)
     ]
+    flags.sort(key=_panel_place)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -176,6 +274,13 @@ def with_flags(
     return decorate
 
 
+def _panel_place(parameter: inspect.Parameter) -> int:
+    """Where the panel of a flag stands in `--help`; those without one come first."""
+    (info,) = parameter.annotation.__metadata__
+    panel = info.rich_help_panel
+    return PANELS.index(panel) if panel in PANELS else -1
+
+
 def parse_windows(text: str) -> tuple[int, ...]:
     """The windows of "32" or "32,32,0". Raises `ConfigError` for anything but integers."""
     try:
@@ -187,13 +292,17 @@ def parse_windows(text: str) -> tuple[int, ...]:
         ) from error
 
 
-def check_integer(flag: str, value: int | None, minimum: int, maximum: int = MAX_CAPACITY) -> None:
-    """Raise `ConfigError`, naming the flag, unless the value is within the bounds or None."""
-    if value is not None and not minimum <= value <= maximum:
-        raise ConfigError(f"{flag} must be between {minimum} and {maximum}, got {value}")
-
-
-def check_dtype(flag: str, value: str | None) -> None:
-    """Raise `ConfigError`, naming the flag, unless the value is a storage dtype or None."""
-    if value is not None and value not in KV_DTYPES:
-        raise ConfigError(f"{flag} must be one of {', '.join(KV_DTYPES)}, got {value!r}")
+def parse_template_args(text: str) -> dict[str, Any]:
+    """The arguments of a JSON object. Raises `ConfigError` for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"--chat-template-args is not valid JSON ({error}), got {shortened(text)}"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--chat-template-args must be a JSON object, got {shortened(text)}")
+    for name in found:
+        if name in _OWN_TEMPLATE_ARGS:
+            raise ConfigError(f"--chat-template-args: {name!r} is set by the command; leave it out")
+    return found

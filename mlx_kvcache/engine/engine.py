@@ -34,11 +34,11 @@ from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_SPARE, Ca
 from mlx_kvcache.integrations.attention import FlatModel
 from mlx_kvcache.integrations.mlx_lm import default_prefill_step
 from mlx_kvcache.integrations.sampling import (
+    Chooser,
     RandomState,
     Sampler,
     Sampling,
     check_sampling,
-    sampler_of,
 )
 
 GREEDY = Sampling()
@@ -223,7 +223,7 @@ class Engine:
         random = RandomState.of(sampling.seed) if sampling.temp else None
         request = Request(
             self, self._numbers, tokens, max_tokens, stop_ids, sampling,
-            sampler or sampler_of(sampling), random, session, parent, session is None,
+            Chooser(sampling, sampler), random, session, parent, session is None,
         )  # fmt: skip
         self._numbers += 1
         self._metrics.submitted += 1

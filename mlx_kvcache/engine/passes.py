@@ -12,7 +12,7 @@ from mlx_kvcache.engine.requests import FAILED, LENGTH, STOP, Event, Outcome, Re
 from mlx_kvcache.engine.sessions import Sessions
 from mlx_kvcache.errors import ConfigError, NonFiniteError, RewindError
 from mlx_kvcache.integrations.attention import FlatModel
-from mlx_kvcache.integrations.sampling import RandomState, Sampler, greedy
+from mlx_kvcache.integrations.sampling import Chooser, RandomState
 
 
 class Row(NamedTuple):
@@ -62,20 +62,22 @@ class Passes:
     def decode(self, requests: Sequence[Request]) -> list[Outcome]:
         """Feed the newest token of each request, and decide what follows. Raises as `run`."""
         rows = []
+        histories = []
         for request in requests:
             session = request.session
             assert session is not None and session.sequence is not None, _RUNS  # noqa: PT018
             tokens = session.history.tokens
+            histories.append(tokens)
             rows.append(Row(session.sequence, len(tokens) - 1, tokens[-1:]))
         outcomes = []
         results = self.run(rows, with_logits=True)
-        for request, result in zip(requests, results, strict=True):
+        for request, tokens, result in zip(requests, histories, results, strict=True):
             error, token, random = result.error, result.greedy, request.random
-            if error is None and request.sampler is not greedy:
+            if error is None and not request.chooser.is_greedy:
                 # A draw that is lost by an interruption must not move the state on.
                 random = copy.copy(random)
                 try:
-                    token = _draw(result, request.sampler, random)
+                    token = _draw(result, tokens, request.chooser, random)
                 except Exception as raised:
                     error = raised
             if error is not None:
@@ -169,14 +171,15 @@ class Passes:
         return lost
 
 
-def _draw(result: Result, sampler: Sampler, random: RandomState | None) -> int:
+def _draw(
+    result: Result, tokens: Sequence[int], chooser: Chooser, random: RandomState | None
+) -> int:
     assert result.logits is not None, "a result without an error has logits"
-    logprobs = result.logits - mx.logsumexp(result.logits, keepdims=True)
     if random is None:
-        answer = sampler(logprobs)
+        answer = chooser.choose(result.logits, tokens)
     else:
         with random.in_use():
-            answer = sampler(logprobs)
+            answer = chooser.choose(result.logits, tokens)
             # The state that is left behind is one of the results.
             mx.eval(answer)
     token = int(answer.tolist()[0])  # type: ignore[index, arg-type]

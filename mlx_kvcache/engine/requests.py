@@ -11,7 +11,7 @@ from mlx_kvcache.control.history import TokenHistory
 from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.facts.checks import is_integer
 from mlx_kvcache.facts.config import MAX_CAPACITY
-from mlx_kvcache.integrations.sampling import RandomState, Sampler, Sampling
+from mlx_kvcache.integrations.sampling import Chooser, RandomState, Sampling
 
 STOP = "stop"
 LENGTH = "length"
@@ -97,7 +97,7 @@ class Request:
     max_tokens: int
     stop: frozenset[int]
     sampling: Sampling
-    sampler: Sampler
+    chooser: Chooser
     random: RandomState | None
     session: Session | None
     parent: Session | None

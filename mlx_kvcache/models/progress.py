@@ -40,6 +40,17 @@ def showing(description: str, total: int | None = None) -> Iterator[Callable[[],
 
 
 @contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Say on a terminal, while this is open, that a model is being loaded; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with _bar(SpinnerColumn(), TextColumn("{task.description}")) as bar:
+        bar.add_task(f"Loading {name} ...", total=None)
+        yield
+
+
+@contextmanager
 def reading_prompt() -> Iterator[Callable[[int, int], None] | None]:
     """What to call with the tokens read and their total; None where there is no terminal.
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mlx_kvcache.errors import ModelFormatError, ModelNotFoundError
+from mlx_kvcache.errors import ConfigError, ModelFormatError, ModelNotFoundError
 from mlx_kvcache.models.convert import convert_cached
 from mlx_kvcache.models.demos import DEMOS, demo_directory
 from mlx_kvcache.models.gguf_config import config_from
@@ -21,32 +21,33 @@ _CONFIG_ONLY = ("config.json",)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def resolve(name: str | Path) -> Path:
+def resolve(name: str | Path, *, revision: str | None = None) -> Path:
     """The local directory of a model; it is downloaded and converted first where needed.
 
     `name` is a demo (`available()` lists them), a directory, the `config.json` in one, a
-    `.gguf` file, or a hub id `org/model`. No weights are loaded, and a directory need not have
-    any. Raises ModelNotFoundError, ModelFormatError or UnsupportedModelError.
+    `.gguf` file, or a hub id `org/model`, of which `revision` picks a branch, a tag or a commit.
+    No weights are loaded, and a directory need not have any. Raises ConfigError for a revision of
+    what is not on the hub, ModelNotFoundError, ModelFormatError or UnsupportedModelError.
     """
     text = str(name)
+    path = _checked_existing(text, revision)
     if text in DEMOS:
         return demo_directory(DEMOS[text])
-    path = _existing(text)
-    return _from_hub(text, _ALL) if path is None else _resolve_local(path)
+    return _from_hub(text, _ALL, revision) if path is None else _resolve_local(path)
 
 
-def read_config(name: str | Path) -> dict[str, Any]:
+def read_config(name: str | Path, *, revision: str | None = None) -> dict[str, Any]:
     """The config of a model, as in its `config.json`, without its weights.
 
     Takes what `resolve` takes, and a config file under any `.json` name; a `.gguf` file is only
     read, not converted, and of a hub model only the config is downloaded. Raises as `resolve`.
     """
     text = str(name)
-    path = _existing(text)
+    path = _checked_existing(text, revision)
     if text in DEMOS:
         return parse_config(resolve(text) / "config.json")
     if path is None:
-        return parse_config(_from_hub(text, _CONFIG_ONLY) / "config.json")
+        return parse_config(_from_hub(text, _CONFIG_ONLY, revision) / "config.json")
     if path.suffix == ".json" and path.is_file():
         return parse_config(path)
     if path.is_file() and is_gguf(path):
@@ -68,6 +69,16 @@ def parse_config(path: Path) -> dict[str, Any]:
 def _existing(text: str) -> Path | None:
     path = Path(text).expanduser()
     return path if text and path.exists() else None
+
+
+def _checked_existing(text: str, revision: str | None) -> Path | None:
+    """The local path that `text` names, if it does; only what is not local has revisions."""
+    path = _existing(text)
+    if revision is not None and (text in DEMOS or path is not None):
+        raise ConfigError(
+            f"{text!r} is no model of the hub, so it has no revision {revision!r}; leave it out"
+        )
+    return path
 
 
 def _resolve_local(path: Path) -> Path:
@@ -106,22 +117,26 @@ def _hub_id(text: str) -> str:
     )
 
 
-def _from_hub(text: str, patterns: tuple[str, ...]) -> Path:
-    """The local snapshot of a hub model, with the files that `patterns` names."""
+def _from_hub(text: str, patterns: tuple[str, ...], revision: str | None) -> Path:
+    """The local snapshot of a hub model, with the files that `patterns` names.
+
+    The hub's client shows a bar for each file on a terminal, and nothing elsewhere.
+    """
     from huggingface_hub import snapshot_download
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     identifier = _hub_id(text)
     allowed = list(patterns or DEFAULT_ALLOW_PATTERNS)
     try:
-        snapshot = Path(snapshot_download(identifier, allow_patterns=allowed))
+        snapshot = Path(snapshot_download(identifier, revision=revision, allow_patterns=allowed))
     # The hub client lets errors of its HTTP library through, and that library has changed.
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "no reason given")
+        asked = "" if revision is None else f" at revision {revision!r}"
         raise ModelNotFoundError(
-            f"{identifier!r} is no local path, and it could not be taken from the Hugging Face hub "
-            f"({type(error).__name__}: {reason}). Check the id, the network, HF_HUB_OFFLINE and, "
-            "for a gated model, HF_TOKEN; or pass a local directory or .gguf file, or the demo "
-            "'smollm2'"
+            f"{identifier!r} is no local path, and it could not be taken{asked} from the Hugging "
+            f"Face hub ({type(error).__name__}: {reason}). Check the id, the network, "
+            "HF_HUB_OFFLINE and, for a gated model, HF_TOKEN; or pass a local directory or .gguf "
+            "file, or the demo 'smollm2'"
         ) from error
     return _checked_directory(snapshot)

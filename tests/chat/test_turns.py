@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -277,14 +279,75 @@ def test_the_iterator_may_be_left_alone(begin):
 
 
 def test_sampling_follows_the_seed(begin):
-    hot = {"sampling": Sampling(1.5, 0.95), "max_tokens": 20}
     answers = []
     for seed in (1, 1, 2):
-        mx.random.seed(seed)
-        conversation = begin(**hot)
+        conversation = begin(sampling=Sampling(1.5, 0.95, seed), max_tokens=20)
         answers.append(say(conversation, words(5)))
         check_cache(conversation)
     assert answers[0] == answers[1] != answers[2]
+
+
+def test_answers_that_run_in_turns_draw_what_each_would_alone(begin):
+    samplings = (Sampling(1.5, seed=1), Sampling(1.5, seed=2))
+
+    def answers(conversations):
+        return [[turn.answer for turn in each.turns] for each in conversations]
+
+    alone = [begin(sampling=sampling, max_tokens=12) for sampling in samplings]
+    for conversation in alone:
+        say(conversation, words(5))
+        say(conversation, words(6))
+    mx.random.seed(3)
+    both = [begin(sampling=sampling, max_tokens=12) for sampling in samplings]
+    running = [conversation.ask(words(5)) for conversation in both]
+    for _ in zip_longest(*running):
+        pass
+    for conversation in both:
+        say(conversation, words(6))
+    assert answers(both) == answers(alone)
+    assert answers(both)[0] != answers(both)[1]
+    left = mx.random.uniform(shape=(4,)).tolist()
+    mx.random.seed(3)
+    assert mx.random.uniform(shape=(4,)).tolist() == left
+
+
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_the_conversation(begin):
+    plain = begin(max_tokens=12)
+    say(plain, words(5))
+    (turn,) = plain.turns
+    text = plain.answer_text(turn)
+    # From the middle of one word into the next.
+    said = text.split()
+    stop = f"{said[3][-1]} {said[4][:-1]}"
+    conversation = begin(max_tokens=12, stop_texts=("nowhere", stop))
+    shown = "".join(conversation.ask(words(5)))
+    assert shown == text[: text.index(stop)]
+    (cut,) = conversation.turns
+    assert (cut.end, conversation.answer_text(cut)) == ("stop", shown)
+    assert cut.answer == turn.answer[: len(cut.answer)]
+    assert 4 <= len(cut.answer) <= 5
+    say(conversation, words(6))
+    check_cache(conversation)
+    other = begin(max_tokens=12, stop_texts=("nowhere",))
+    assert "".join(other.ask(words(5))) == text
+
+
+def test_penalties_look_at_the_whole_conversation(begin):
+    """The second answer is what all tokens before it make of it, not only its own turn's."""
+    heavy = Sampling(presence_penalty=6.0, presence_context_size=0)
+    conversation = begin(sampling=heavy, max_tokens=12)
+    say(conversation, words(5))
+    say(conversation, words(6))
+    for turn in conversation.turns:
+        said = [*conversation.tokens[: turn.answer_start]]
+        for token in turn.answer:
+            logits = conversation.cached.model(mx.array([said]))[0, -1]
+            logits[mx.array(said)] -= 6.0
+            assert token == int(mx.argmax(logits).item())
+            said.append(token)
+    plain = begin(max_tokens=12)
+    say(plain, words(5))
+    assert plain.turns[0].answer != conversation.turns[0].answer
 
 
 def test_a_conversation_is_in_the_registry_until_it_is_closed(begin):

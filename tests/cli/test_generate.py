@@ -12,9 +12,11 @@ import pytest
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kvcache.chat.generation import Generation
 from mlx_kvcache.models import load, resolve
+from tests.support import tiny_tokenizers
 from tests.support.tiny_models_on_disk import words, write_model
 
 PROMPT = (5, 17, 40, 33, 8, 61, 22, 9, 90, 13, 77, 4)
@@ -206,7 +208,9 @@ def test_json_schema(run, llama):
     assert facts["finish_reason"] == "length"
     assert facts["prompt_tokens"] == len(PROMPT)
     assert facts["generated_tokens"] == COUNT
-    assert facts["sampling"] == {"max_tokens": COUNT, "temp": 0.0, "top_p": 1.0, "seed": None}
+    sampling = {"max_tokens": COUNT, "stop": [], "temp": 0.0, "top_p": 1.0, "seed": None}
+    assert facts["sampling"].items() >= sampling.items()
+    assert (facts["logprobs"], facts["stop_text"]) == (None, None)
     speed = facts["speed"]
     assert 0 < speed["first_token_seconds"] < speed["total_seconds"]
     assert speed["prefill_tokens_per_second"] == len(PROMPT) / speed["first_token_seconds"]
@@ -216,6 +220,7 @@ def test_json_schema(run, llama):
     assert cache["length"] == len(PROMPT) + COUNT
     assert cache["capacity"] == 512
     assert 0 < cache["bytes_used"] < cache["bytes_held"]
+    assert cache["rings"] == [{"window": 8, "layers": 2, "slots": 71, "wraps": 0}]
     geometry = cache["geometry"]
     assert geometry["summary"] == "2 flat + 2 ring(8)"
     assert sorted(geometry["windows"]) == [0, 0, 8, 8]
@@ -340,11 +345,9 @@ def test_times_are_wall_clock(monkeypatch):
 
     monkeypatch.setattr(import_module("mlx_lm.generate"), "stream_generate", slow)
 
-    class Tokenizer:
-        eos_token_ids = frozenset()
-
+    tokenizer = TokenizerWrapper(tiny_tokenizers.words())
     cache = SimpleNamespace(length=0, rewind=lambda _: None)
-    generation = Generation(None, Tokenizer(), [1] * 8, cache, 11, frozenset())
+    generation = Generation(None, tokenizer, [1] * 8, cache, 11, frozenset())
     assert generation.prefill_tokens_per_second is None
     assert len(list(generation.pieces())) == 11
     assert generation.first_token_seconds == 4.0
@@ -380,7 +383,7 @@ def test_the_default_model_answers(run):
     prompt = "The capital of France is"
     model, tokenizer = load(directory)
     responses = stream_generate(model, tokenizer, prompt, max_tokens=8)
-    text = "".join(response.text for response in responses)
+    text = tokenizer.decode([response.token for response in responses])
     result = run("generate", prompt, "--raw", "--max-tokens", "8")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.removesuffix("\n") == text.removesuffix("\n")

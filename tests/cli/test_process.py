@@ -11,7 +11,7 @@ from importlib import import_module, metadata
 
 import pytest
 
-from tests.support.processes import COMMAND, finish, run_python, start
+from tests.support.processes import COMMAND, finish, start
 from tests.support.tiny_models_on_disk import words
 
 PROMPT = words(5, 17, 40, 33, 8, 61)
@@ -176,23 +176,6 @@ def test_a_narrow_stdout_encoding_takes_any_text(llama):
     assert result.returncode == 0, result.stderr
     assert b"ring" in result.stdout
     assert result.stdout.isascii()
-
-
-@pytest.mark.slow
-def test_help_does_not_wait_for_mlx():
-    code = (
-        "import sys\n"
-        "from mlx_kvcache.commands.app import app\n"
-        "for arguments in (['--help'], ['generate', '--help'], ['inspect', '--help']):\n"
-        "    assert app(arguments, standalone_mode=False) == 0\n"
-        "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    result = run_python(code)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Examples:") == 3
-    for said in ("mlx-kvcache generate", "[default: smollm2]", "[default: 256]", "--windows"):
-        assert said in result.stdout
 
 
 @pytest.mark.slow

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import mlx.core as mx
 import pytest
 
 from mlx_kvcache.engine import Engine
+from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.integrations.sampling import Sampling
-from tests.support.engine_runs import KINDS, alone, prompts_of, run, tiny
+from tests.support.engine_runs import KINDS, alone, prompts_of, run, snapshot, tiny, vocabulary
 
 COUNT = 16
 SAMPLINGS = (
@@ -68,3 +71,95 @@ def test_a_sampler_of_the_callers_own_gets_log_probabilities():
     run(engine)
     assert seen == pytest.approx([1.0] * 5, abs=1e-4)
     assert request.tokens[0] != alone(tiny("llama"), [3, 4], 1)[0]
+
+
+#: Each of them changes what its prompt answers; no two are alike.
+CHOICES = (
+    Sampling(temp=1.2, top_k=3, seed=1),
+    Sampling(temp=1.2, min_p=0.6, min_tokens_to_keep=2, seed=2),
+    Sampling(temp=1.2, xtc_probability=0.7, xtc_threshold=0.01, xtc_special_tokens=(5,), seed=3),
+    Sampling(repetition_penalty=1.8),
+    Sampling(presence_penalty=1.5, presence_context_size=4),
+    Sampling(frequency_penalty=0.9, frequency_context_size=0),
+    Sampling(
+        temp=0.9, top_p=0.9, top_k=20, min_p=0.01, seed=4, repetition_penalty=1.3,
+        repetition_context_size=7, presence_penalty=-0.4, frequency_penalty=0.2,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_choice_is_the_requests_own(kind):
+    model = tiny("llama")
+    # No prompt is longer than the windows that the choices look at.
+    prompts = prompts_of("llama", (5, 9, 6, 12, 5, 7, 8))
+    plain = [
+        alone(model, prompt, COUNT, Sampling(temp=each.temp, seed=each.seed))
+        for prompt, each in zip(prompts, CHOICES, strict=True)
+    ]
+    expected = [
+        alone(model, prompt, COUNT, each) for prompt, each in zip(prompts, CHOICES, strict=True)
+    ]
+    assert all(one != other for one, other in zip(plain, expected, strict=True))
+    engine = Engine(model, 400, kind, max_active=4)
+    requests = [
+        engine.submit(prompt, max_tokens=COUNT, sampling=each)
+        for prompt, each in zip(prompts, CHOICES, strict=True)
+    ]
+    run(engine)
+    assert [request.error for request in requests] == [None] * len(requests)
+    assert [request.tokens for request in requests] == expected
+
+
+def test_a_penalty_sees_what_a_session_and_its_parent_have_said():
+    model = tiny("llama")
+    heavy = Sampling(presence_penalty=5.0, presence_context_size=0)
+    first, second = prompts_of("llama", (6, 4))
+    whole = alone(model, first + second, COUNT, heavy)
+    engine = Engine(model, 400)
+    parent = engine.open()
+    parent.submit(first, max_tokens=0)
+    request = engine.submit(second, max_tokens=COUNT, sampling=heavy, parent=parent)
+    run(engine)
+    assert request.tokens == whole
+    # Whoever looks at the new tokens only would choose another one somewhere.
+    narrow = Sampling(presence_penalty=5.0, presence_context_size=4)
+    assert alone(model, first + second, COUNT, narrow) != whole
+
+
+def test_limits_above_the_vocabulary_let_all_of_it_through():
+    model, prompt = tiny("llama"), [3, 4]
+    size = vocabulary("llama")
+    wide = Sampling(temp=1.0, seed=3, top_k=size)
+    engine = Engine(model, 100)
+    request = engine.submit(prompt, max_tokens=COUNT, sampling=wide)
+    run(engine)
+    assert request.tokens == alone(model, prompt, COUNT, Sampling(temp=1.0, seed=3))
+    assert request.tokens != alone(model, prompt, COUNT, Sampling(temp=1.0, seed=3, top_k=2))
+
+
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ({"top_k": -1}, "top_k must be an integer from 0"),
+        ({"top_k": 2.0}, "got 2.0"),
+        ({"top_k": True}, "got True"),
+        ({"min_p": 1.1}, "min_p must be between 0 and 1"),
+        ({"min_tokens_to_keep": 0}, "min_tokens_to_keep must be an integer from 1"),
+        ({"xtc_probability": -0.1}, "xtc_probability must be between 0 and 1"),
+        ({"xtc_threshold": 0.6}, "xtc_threshold must be between 0 and 0.5"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty must be a positive number"),
+        ({"repetition_penalty": float("nan")}, "got nan"),
+        ({"presence_penalty": float("inf")}, "presence_penalty must be a number"),
+        ({"frequency_penalty": "1"}, "frequency_penalty must be a number, got '1'"),
+        ({"frequency_context_size": -1}, "frequency_context_size must be an integer from 0"),
+        ({"seed": True}, "seed must be an integer from 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(choices, said):
+    engine = Engine(tiny("llama"), 100)
+    before = snapshot(engine)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        engine.submit([3], sampling=Sampling(**choices))
+    assert snapshot(engine) == before

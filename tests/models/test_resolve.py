@@ -159,16 +159,23 @@ def test_offline_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_model_is_loaded_from_where_it_was_put(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, bool]] = []
+    asked: list[tuple[str, bool, str | None]] = []
 
-    def snapshot(identifier: str, allow_patterns: list[str]) -> str:
-        asked.append((identifier, "model*.safetensors" in allow_patterns))
+    def snapshot(identifier: str, allow_patterns: list[str], revision: str | None) -> str:
+        asked.append((identifier, "model*.safetensors" in allow_patterns, revision))
         return str(directory)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert models.read_config("org/model")["model_type"] == "llama"
     assert len(models.load("org/model")[0].layers) == 3
-    assert asked == [("org/model", False), ("org/model", True)]
+    assert asked == [("org/model", False, None), ("org/model", True, None)]
+    models.read_config("org/model", revision="v2")
+    models.load("org/model", revision="main")
+    assert asked[2:] == [("org/model", False, "v2"), ("org/model", True, "main")]
+    for name in (str(directory), "smollm2"):
+        for call in (models.resolve, models.read_config, models.load):
+            with pytest.raises(ConfigError, match="no revision 'v2'"):
+                call(name, revision="v2")
     (directory / "config.json").unlink()
     for call in (models.read_config, models.load):
         with pytest.raises(ModelNotFoundError, match=r"no config\.json"):

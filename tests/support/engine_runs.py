@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -44,18 +45,17 @@ def alone(
     **choices: Any,
 ) -> list[int]:
     """What mlx-lm's loop gives for this prompt on a cache of one sequence."""
-    from mlx_lm.sample_utils import make_sampler
-
-    sampler = None
+    sampler, processors = None, None
     if sampling is not None:
-        mx.random.seed(sampling.seed)
-        sampler = make_sampler(sampling.temp, sampling.top_p)
+        sampler, processors = _mlx_lms(sampling)
+        mx.random.seed(sampling.seed or 0)
     tokens: list[int] = []
     steps = generate_step(
         mx.array(list(prompt)),
         model,
         max_tokens=count,
         sampler=sampler,
+        logits_processors=processors,
         prompt_cache=make_prompt_cache(model, **choices),
     )
     for token, _ in steps:
@@ -63,6 +63,18 @@ def alone(
         if tokens[-1] in stop:
             break
     return tokens
+
+
+def _mlx_lms(sampling: Sampling) -> tuple[Any, Any]:
+    """mlx-lm's own sampler and processors, told by name what each is for."""
+    from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+    given = asdict(sampling)
+    given.pop("seed")
+    penalties = {name: given.pop(name) for name in tuple(given) if "_penalty" in name}
+    sizes = {name: given.pop(name) for name in tuple(given) if "_context_size" in name}
+    given["xtc_special_tokens"] = list(given["xtc_special_tokens"])
+    return make_sampler(**given), make_logits_processors(**penalties, **sizes)
 
 
 def run(engine: Engine) -> dict[Request, list[int]]:
