@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlx.nn.layers.base import Module
 
 from mlx_kvcache.chat.generation import Progress
-from mlx_kvcache.chat.streaming import AnswerText, answer_text
+from mlx_kvcache.chat.stops import StoppingText, before_stop, check_stop_texts
+from mlx_kvcache.chat.streaming import answer_text
 from mlx_kvcache.chat.text import chat_script, spell
 from mlx_kvcache.chat.token_cache import TokenCache
 from mlx_kvcache.control.history import TokenHistory, common_prefix
@@ -44,7 +45,9 @@ class ChatOptions:
 
     system: the system prompt; raw: leave the chat template out; max_tokens: of one answer;
     prefill_step: tokens of one forward pass over a turn (None: what suits the device);
-    capacity_source: where the capacity comes from, for messages.
+    capacity_source: where the capacity comes from, for messages; template_args: what the chat
+    template is given besides the messages; prefill: how each answer begins; stop_texts: what ends
+    an answer, and is no part of it.
     """
 
     system: str | None = None
@@ -53,6 +56,9 @@ class ChatOptions:
     sampling: Sampling = field(default_factory=Sampling)
     prefill_step: int | None = None
     capacity_source: str = ""
+    template_args: Mapping[str, Any] | None = None
+    prefill: str = ""
+    stop_texts: Sequence[str] = ()
 
 
 class Conversation:
@@ -78,7 +84,8 @@ class Conversation:
         self.on_progress: Progress | None = None
         self.on_notice: Notice | None = None
         self._turns: list[Turn] = []
-        self._script = chat_script(tokenizer, options.system, options.raw)
+        self._script = chat_script(tokenizer, options.system, options.raw, options.template_args)
+        check_stop_texts(options.stop_texts)
         self._chooser = Chooser(options.sampling)
         self._random = RandomState.of(options.sampling.seed)
         self._prefill_step = options.prefill_step or default_prefill_step()
@@ -107,7 +114,8 @@ class Conversation:
 
     def answer_text(self, turn: Turn) -> str:
         """What the model said in a turn, without the token that ends an answer."""
-        return answer_text(self.tokenizer, turn.answer, self._script.stop_tokens)
+        text = answer_text(self.tokenizer, turn.answer, self._script.stop_tokens)
+        return before_stop(text, self.options.stop_texts)
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """Add a turn; answers the pieces of the model's answer as they are made.
@@ -119,8 +127,11 @@ class Conversation:
         """
         self._settle()
         earlier = self._earlier_turns()
-        exchanges = [(turn.user, self.answer_text(turn)) for turn in earlier if turn.answer]
-        target = self._script.write(exchanges, self.tokens, text)
+        prefill = self.options.prefill
+        exchanges = [
+            (turn.user, prefill + self.answer_text(turn)) for turn in earlier if turn.answer
+        ]
+        target = self._script.write(exchanges, self.tokens, text, prefill)
         same = common_prefix(self.tokens, target)
         self._check_room(len(target), same)
         start = min([same, *(turn.start for turn in self._turns[len(earlier) :])])
@@ -225,7 +236,7 @@ class Conversation:
     def _answer(self, start: int, turns: list[Turn]) -> Iterator[str]:
         budget = min(self.options.max_tokens, self.capacity - start)
         full = "length" if budget == self.options.max_tokens else "capacity"
-        text = AnswerText(self.tokenizer, self._script.stop_tokens)
+        text = StoppingText(self.tokenizer, self._script.stop_tokens, self.options.stop_texts)
         end = "interrupted"
         chooser = self._chooser.after(self.tokens)
         tokens = self.cached.generate(self.tokens[-1], budget, chooser)
@@ -238,6 +249,9 @@ class Conversation:
                 break
             yield text.add(token)
             self._random.take()
+            if text.stopped_by is not None:
+                end = "stop"
+                break
             if number == budget:
                 end = full
             elif self._stopping:

@@ -16,8 +16,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_kvcache.chat.logprobs import Logprobs
-from mlx_kvcache.chat.stops import StopText
-from mlx_kvcache.chat.streaming import AnswerText, answer_text
+from mlx_kvcache.chat.stops import StoppingText, before_stop
+from mlx_kvcache.chat.streaming import answer_text
 from mlx_kvcache.control.history import TokenHistory
 from mlx_kvcache.integrations.mlx_lm import PromptCache
 from mlx_kvcache.integrations.sampling import RandomState, Sampling, processors_of, sampler_of
@@ -57,7 +57,7 @@ class Generation:
     def __post_init__(self) -> None:
         self.history = TokenHistory(self.cache)
         self._random = RandomState.of(self.sampling.seed)
-        self._stops = StopText(self.stop_texts)
+        self._shown = StoppingText(self.tokenizer, self.stop, self.stop_texts)
 
     @property
     def token_ids(self) -> list[int]:
@@ -67,17 +67,16 @@ class Generation:
     @property
     def stopped_by(self) -> str | None:
         """The stop text that ended the answer."""
-        return self._stops.stopped_by
+        return self._shown.stopped_by
 
     def pieces(self) -> Iterator[str]:
         """The answer as it is made, in pieces of text (some are empty)."""
-        text = AnswerText(self.tokenizer, self.stop)
         with self._random.in_use(), closing(self._responses()) as responses:
             for response in responses:
-                piece = self._stops.let_through(text.add(response.token))
+                piece = self._shown.add(response.token)
                 self.finish_reason = response.finish_reason
                 if self.finish_reason is not None:
-                    piece += self._stops.let_through(text.finish()) + self._stops.rest()
+                    piece += self._shown.finish()
                 if self.stopped_by is not None:
                     self.finish_reason = "stop"
                 self.text += piece
@@ -115,9 +114,8 @@ class Generation:
 
     def break_off(self) -> str:
         """The text that was still held back when `pieces` was broken off."""
-        stops = StopText(self.stop_texts)
-        whole = stops.let_through(answer_text(self.tokenizer, self.token_ids, self.stop))
-        rest = (whole + stops.rest())[len(self.text) :]
+        whole = answer_text(self.tokenizer, self.token_ids, self.stop)
+        rest = before_stop(whole, self.stop_texts)[len(self.text) :]
         self.text += rest
         return rest
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
+from mlx_kvcache.chat.streaming import AnswerText
 from mlx_kvcache.errors import ConfigError
 
 
@@ -14,6 +16,12 @@ def check_stop_texts(stops: Iterable[str]) -> tuple[str, ...]:
         if not isinstance(text, str) or not text:
             raise ConfigError(f"a stop text must be a string that is not empty, got {text!r}")
     return texts
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """A whole text up to its first stop text."""
+    scanner = StopText(stops)
+    return scanner.let_through(text) + scanner.rest()
 
 
 class StopText:
@@ -47,6 +55,32 @@ class StopText:
         """What was held back, for an answer that ended with none of them."""
         text, self._held = self._held, ""
         return text
+
+
+class StoppingText:
+    """The text of an answer's tokens as they come, up to its first stop text.
+
+    stop, stop_texts: the tokens and the texts that end the answer; neither is part of it.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stop: Collection[int] = (), stop_texts: Sequence[str] = ()
+    ) -> None:
+        self._text = AnswerText(tokenizer, stop)
+        self._stops = StopText(stop_texts)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop text that was found; nothing more is let through then."""
+        return self._stops.stopped_by
+
+    def add(self, token: int) -> str:
+        """The text that is certain now that `token` follows."""
+        return self._stops.let_through(self._text.add(token))
+
+    def finish(self) -> str:
+        """The text that was still held back, when nothing follows."""
+        return self._stops.let_through(self._text.finish()) + self._stops.rest()
 
 
 def _begun(text: str, stop: str) -> int:

@@ -104,16 +104,35 @@ class TemplateScript:
             messages.append({"role": "user", "content": user})
             messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": text})
-        written = _render(self._tokenizer, messages, self._arguments, tokenize=True)
-        rendered = _opened(self._tokenizer, [int(token) for token in written])
+        rendered = self._rendered(messages)
         if rendered[: len(tokens)] != list(tokens):
             rendered = self._continued(tokens, messages) or rendered
+        return self._begun(messages, rendered, prefill)
+
+    def write_messages(self, messages: Sequence[Message], prefill: str = "") -> list[int]:
+        """A whole conversation, its own system prompt included, up to where the answer begins.
+
+        prefill: how the answer begins. Raises `ConfigError` when the template refuses.
+        """
+        said = list(messages)
+        return self._begun(said, self._rendered(said, "change the messages"), prefill)
+
+    def _rendered(self, messages: list[Message], hint: str = "") -> list[int]:
+        """The template's tokens of the messages. hint: what to do where it refuses."""
+        written = _render(self._tokenizer, messages, self._arguments, tokenize=True, hint=hint)
+        rendered = _opened(self._tokenizer, [int(token) for token in written])
         if not rendered:
-            raise ConfigError("the model's chat template renders nothing of this; use --raw")
-        if prefill:
-            whole = str(_render(self._tokenizer, messages, self._arguments))
-            rendered = _extended(self._tokenizer, rendered, whole, prefill)
+            raise ConfigError(
+                f"the model's chat template renders nothing of this; {hint or 'use --raw'}"
+            )
         return rendered
+
+    def _begun(self, messages: list[Message], rendered: list[int], prefill: str) -> list[int]:
+        """The rendered messages and how the answer begins."""
+        if not prefill:
+            return rendered
+        whole = str(_render(self._tokenizer, messages, self._arguments))
+        return _extended(self._tokenizer, rendered, whole, prefill)
 
     def _continued(self, tokens: Sequence[int], messages: list[Message]) -> list[int]:
         """`tokens`, and what the template writes after their text; nothing where that differs."""
@@ -237,6 +256,7 @@ def _render(
     *,
     tokenize: bool = False,
     add_generation_prompt: bool = True,
+    hint: str = "",
 ) -> Any:
     """What the template makes of the messages: text, or tokens. Raises `ConfigError`."""
     from jinja2 import TemplateError
@@ -248,7 +268,7 @@ def _render(
     # A template is a program of its own, and may fail as any program does.
     except Exception as error:
         system = messages[0]["role"] == "system"
-        hint = "leave --system out, or use --raw" if system else "use --raw"
+        hint = hint or ("leave --system out, or use --raw" if system else "use --raw")
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise ConfigError(
             f"the model's chat template refuses this: {kind}{error}; {hint}"

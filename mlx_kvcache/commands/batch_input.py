@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+from mlx_kvcache.commands.batch_fields import with_fields
+from mlx_kvcache.commands.batch_lines import SYSTEM_ROLES, Content, read_json, take_content
 from mlx_kvcache.commands.console import decoded
-from mlx_kvcache.commands.flags import check_integer, flag
+from mlx_kvcache.commands.flags import CACHE, check_integer, flag
 from mlx_kvcache.commands.options import RunOptions
-from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.errors import ConfigError, KVCacheError
 
-_OPTIONS = {"max_tokens": int, "temp": float, "top_p": float, "seed": int, "system": str}
+#: Options that change where rows are kept, and no answer.
+_NO_ANSWER_CHANGES = frozenset({"capacity", "spare"})
 
 
 class CacheKind(StrEnum):
@@ -33,24 +38,32 @@ class BatchOptions(RunOptions):
         flag(
             "The most positions that all sessions hold together.",
             default="enough for the largest prompts at once",
+            panel=CACHE,
         ),
     ] = None
-    sessions: Annotated[int, flag("The most prompts that are answered at once.")] = 8
+    sessions: Annotated[int, flag("The most prompts that are answered at once.", panel=CACHE)] = 8
     cache: Annotated[
         CacheKind,
         flag(
             "cell: one pool of rows, common beginnings held once. batched: rows of its own for "
-            "each prompt, sliding windows as real rings."
+            "each prompt, sliding windows as real rings.",
+            panel=CACHE,
         ),
     ] = CacheKind.CELL
     share_prefix: Annotated[
-        bool, flag("Read what all prompts begin with once, and fork from there.", "--share-prefix")
+        bool,
+        flag(
+            "Read what all prompts begin with once, and fork from there.",
+            "--share-prefix",
+            panel=CACHE,
+        ),
     ] = False
     prefill_budget: Annotated[
         int | None,
         flag(
             "The most tokens of one step; what decoding leaves of it goes to prompts.",
             default="2048 on a GPU, 256 on a CPU",
+            panel=CACHE,
         ),
     ] = None
 
@@ -68,11 +81,34 @@ class BatchOptions(RunOptions):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt and what was asked for it. `label` is the line's own "id", None without one."""
+    """What one line asks. `label` is the line's own "id", None without one."""
 
     line: int
-    text: str
-    options: RunOptions
+    content: Content
+    options: BatchOptions
+    label: Any = None
+
+    @property
+    def hash(self) -> str:
+        """Tells whether two runs ask the same here: the content, its id, and what bears on answers.
+
+        Options that are as by default do not count, so that new ones leave it as it is.
+        """
+        chosen = {
+            one.name: getattr(self.options, one.name)
+            for one in fields(RunOptions)
+            if one.name not in _NO_ANSWER_CHANGES and getattr(self.options, one.name) != one.default
+        }
+        asked = json.dumps([self.content, self.label, chosen], sort_keys=True)
+        return hashlib.sha256(asked.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A line that cannot be answered, and why."""
+
+    line: int
+    error: KVCacheError
     label: Any = None
 
 
@@ -90,62 +126,65 @@ def read_lines(source: str | None) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n")]
 
 
-def parse_prompts(lines: list[str], options: RunOptions, plain: bool) -> list[Prompt]:
-    """The prompts of the lines that are not blank. Raises `ConfigError` naming the line.
+def parse_lines(
+    lines: Sequence[str], options: BatchOptions, plain: bool
+) -> tuple[list[Prompt], list[Refusal]]:
+    """What the lines that are not blank ask, and those that cannot be read, in their order.
 
     A line that begins with a brace or a quotation mark is JSON: a string, or an object with
-    "prompt" and, if it likes, "id", "max_tokens", "temp", "top_p", "seed", "system". All other
+    "prompt" or "messages" and, if it likes, "id" and the options of `line_options`. All other
     lines, or with `plain` every line, are prompts as they are. The prompt of line n gets the
-    seed of the options plus n - 1.
+    seed of the options plus n - 1. Raises `ConfigError` when all lines are blank.
     """
-    prompts = []
+    prompts: list[Prompt] = []
+    refusals: list[Refusal] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        seeded = _seeded(options, number)
+        if plain or line.lstrip()[0] not in '{"':
+            prompts.append(Prompt(number, line, seeded))
+            continue
+        label = None
         try:
-            is_json = not plain and line.lstrip()[0] in '{"'
-            prompts.append(_from_json(number, line, options) if is_json
-                           else Prompt(number, line, _seeded(options, number)))  # fmt: skip
-        except ConfigError as error:
-            raise ConfigError(f"line {number}: {error}") from error
-    if not prompts:
+            fields = read_json(line)
+            label = fields.pop("id", None)
+            prompts.append(_prompt(number, fields, seeded, label))
+        except KVCacheError as error:
+            refusals.append(Refusal(number, error, label))
+    if not prompts and not refusals:
         raise ConfigError("there are no prompts in the input; give one a line")
-    return prompts
+    return prompts, refusals
 
 
-def _seeded(options: RunOptions, line: int) -> RunOptions:
+def refuse_first(refusals: Sequence[Refusal]) -> None:
+    """Raise `ConfigError` for the first line that cannot be answered, if there is one."""
+    if refusals:
+        first = min(refusals, key=lambda refusal: refusal.line)
+        raise ConfigError(
+            f"line {first.line}: {first.error} (--skip-invalid answers the other lines)"
+        ) from first.error
+
+
+def _seeded(options: BatchOptions, line: int) -> BatchOptions:
     if options.seed is None:
         return options
     return replace(options, seed=(options.seed + line - 1) % 2**64)
 
 
-def _from_json(number: int, line: str, options: RunOptions) -> Prompt:
-    try:
-        content = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"not valid JSON ({error.msg} at column {error.colno}); repair it, or use --text for "
-            "plain text"
-        ) from error
-    fields = {"prompt": content} if isinstance(content, str) else content
-    text = fields.pop("prompt", None)
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f'"prompt" must be a string that is not blank, got {text!r}')
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError("the prompt holds half of a surrogate pair; repair the escape") from error
-    label = fields.pop("id", None)
-    for name, value in fields.items():
-        _check_field(name, value)
-    return Prompt(number, text, replace(_seeded(options, number), **fields), label)
-
-
-def _check_field(name: str, value: object) -> None:
-    if name not in _OPTIONS:
-        raise ConfigError(f"unknown field {name!r}; there are prompt, id, {', '.join(_OPTIONS)}")
-    wanted = _OPTIONS[name]
-    accepted = (int, float) if wanted is float else (wanted,)
-    if isinstance(value, bool) or not isinstance(value, accepted):
-        kind = {int: "an integer", float: "a number", str: "a string"}[wanted]
-        raise ConfigError(f"{name!r} must be {kind}, got {value!r}")
+def _prompt(number: int, fields: dict[str, Any], options: BatchOptions, label: Any) -> Prompt:
+    content = take_content(fields)
+    chosen = with_fields(options, fields)
+    if not isinstance(content, str):
+        if chosen.raw:
+            raise ConfigError(
+                '"messages" need the chat template, which --raw (or "raw") turns off; leave it '
+                'out, or give a "prompt"'
+            )
+        if content[0]["role"] in SYSTEM_ROLES:
+            if "system" in fields or "system_prompt" in fields:
+                raise ConfigError('there are a "system" and a system message; give one of them')
+        elif chosen.system is not None:
+            content = ({"role": "system", "content": chosen.system}, *content)
+        chosen = replace(chosen, system=None)
+    return Prompt(number, content, chosen, label)

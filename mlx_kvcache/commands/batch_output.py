@@ -1,93 +1,114 @@
-"""The results of `batch`: JSON lines in input order and the figures."""
+"""The results of `batch`: JSON lines, and how they come to standard output."""
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_kvcache.commands.figures import rate_text, size_text
-from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.facts.files import replacing
+from mlx_kvcache.commands.batch_input import Refusal
+from mlx_kvcache.commands.console import discard_stdout
 
 if TYPE_CHECKING:
-    from mlx_kvcache.commands.batch_run import Batch
+    from mlx_kvcache.commands.batch_resume import Claim
+
+INVALID = "invalid"
 
 
-def check_output(path: Path | None, overwrite: bool) -> None:
-    """Raise `ConfigError`, before anything is computed, if results could not be written there."""
-    if path is None:
-        return
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"there is no directory {path.resolve().parent} to write --output to")
-    if path.is_dir():
-        raise ConfigError(f"--output {path} is a directory; give a file")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"--output {path} exists; give another name, or --overwrite")
+class Results(Protocol):
+    """Where results go. Raises `OSError`."""
+
+    def write(self, number: int, line: Callable[[], str]) -> None:
+        """Take the result of an input line, unless it was taken already."""
+
+    def finish(self) -> None:
+        """Write what was still held back."""
+
+
+class Unordered:
+    """Writes results to standard output at once."""
+
+    def __init__(self) -> None:
+        self._written: set[int] = set()
+
+    def write(self, number: int, line: Callable[[], str]) -> None:
+        """Write the result of an input line, unless it was written already."""
+        if number not in self._written:
+            _write(line())
+            self._written.add(number)
+
+    def finish(self) -> None:
+        """Nothing was held back."""
 
 
 class InOrder:
-    """Writes results to standard output as soon as all those before them are written."""
+    """Writes results to standard output as soon as all those before them are written.
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    order: the input lines that will have one.
+    """
+
+    def __init__(self, order: Iterable[int]) -> None:
+        self._order = list(order)
         self._next = 0
+        self._taken: set[int] = set()
+        self._waiting: dict[int, str] = {}
 
-    def advance(self) -> None:
-        """Write what can be written in order."""
-        requests = self._batch.requests
-        while self._next < len(requests) and requests[self._next].finish_reason is not None:
-            self._write(self._next)
+    def write(self, number: int, line: Callable[[], str]) -> None:
+        """Write the result of an input line when its turn comes."""
+        if number not in self._taken:
+            self._waiting[number] = line()
+            self._taken.add(number)
+        while self._next < len(self._order) and self._order[self._next] in self._waiting:
+            _write(self._waiting.pop(self._order[self._next]))
             self._next += 1
-        sys.stdout.flush()
 
     def finish(self) -> None:
-        """Write the other finished results too, those of an interrupted run."""
-        for index in range(self._next, len(self._batch.requests)):
-            if self._batch.requests[index].finish_reason is not None:
-                self._write(index)
-        self._next = len(self._batch.requests)
-        sys.stdout.flush()
-
-    def _write(self, index: int) -> None:
-        sys.stdout.write(_line(self._batch.facts(index)))
+        """Write the other results too, those of a run that was stopped."""
+        for number in sorted(self._waiting):
+            _write(self._waiting.pop(number))
 
 
-def write_file(batch: Batch, path: Path) -> None:
-    """The finished results, in input order, written at once or not at all. Raises `OSError`."""
-    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
-        for index, request in enumerate(batch.requests):
-            if request.finish_reason is not None:
-                file.write(_line(batch.facts(index)))
+def results_of(
+    claim: Claim | None, unordered: bool, order: Iterable[int]
+) -> AbstractContextManager[Results]:
+    """Where the results go: a file, or standard output."""
+    if claim is not None:
+        return claim.open()
+    return nullcontext(Unordered() if unordered else InOrder(order))
 
 
-def report_lines(batch: Batch) -> list[str]:
-    """Requests, cache and speed, one line each."""
-    metrics, engine = batch.engine.metrics, batch.engine
-    own = 1 if batch.prefix is not None else 0
-    mean = metrics.mean_rows
-    queue = metrics.mean_queue_seconds
-    requests = (
-        f"batch   {metrics.finished - own} finished, {metrics.failed} failed, "
-        f"{metrics.cancelled} cancelled, {len(engine.active) + len(engine.waiting)} unfinished"
-    )
-    if queue is not None:
-        requests += (
-            f"; queue {queue:.2f} s on average, {metrics.longest_queue_seconds:.2f} s at most"
-        )
-    occupancy = "-" if mean is None else f"{mean:.1f} of {engine.max_active} sessions decoding"
-    cells = (
-        f"cache   {engine.cache_kind}, {metrics.peak_used} of {engine.cache.capacity} positions at "
-        f"most, {metrics.peak_shared} of them saved by sharing, {size_text(metrics.peak_bytes)} "
-        f"held; {occupancy}"
-    )
-    speed = (
-        f"speed   prefill {metrics.prompt_tokens} tokens at {rate_text(metrics.prefill_rate)}; "
-        f"decode {metrics.tokens} tokens at {rate_text(metrics.decode_rate)}"
-    )
-    return [requests, cells, speed]
-
-
-def _line(facts: dict[str, Any]) -> str:
+def result_line(facts: Mapping[str, Any]) -> str:
+    """A result as it is written."""
     return json.dumps(facts) + "\n"
+
+
+def refusal_line(refusal: Refusal) -> str:
+    """The result of a line that cannot be answered, with the fields of all others."""
+    facts = {
+        "line": refusal.line,
+        "id": refusal.label,
+        "text": "",
+        "finish_reason": INVALID,
+        "stop_text": None,
+        "error": str(refusal.error),
+        "prompt_tokens": None,
+        "generated_tokens": 0,
+        "token_ids": [],
+        "input_hash": None,
+        "queue_seconds": None,
+        "first_token_seconds": None,
+        "total_seconds": None,
+    }
+    return result_line(facts)
+
+
+def _write(line: str) -> None:
+    try:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    except OSError:
+        # Its flush at the end would fail again.
+        discard_stdout()
+        raise

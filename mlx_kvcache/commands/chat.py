@@ -77,6 +77,9 @@ def _begin(options: SequenceOptions) -> Conversation:
             loaded.sampling(options),
             options.prefill_step,
             loaded.capacity_source(options),
+            options.template_args,
+            options.prefill_response or "",
+            options.stop_texts,
         ),
     )
     conversation.on_notice = _note

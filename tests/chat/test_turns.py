@@ -311,6 +311,27 @@ def test_answers_that_run_in_turns_draw_what_each_would_alone(begin):
     assert mx.random.uniform(shape=(4,)).tolist() == left
 
 
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_the_conversation(begin):
+    plain = begin(max_tokens=12)
+    say(plain, words(5))
+    (turn,) = plain.turns
+    text = plain.answer_text(turn)
+    # From the middle of one word into the next.
+    said = text.split()
+    stop = f"{said[3][-1]} {said[4][:-1]}"
+    conversation = begin(max_tokens=12, stop_texts=("nowhere", stop))
+    shown = "".join(conversation.ask(words(5)))
+    assert shown == text[: text.index(stop)]
+    (cut,) = conversation.turns
+    assert (cut.end, conversation.answer_text(cut)) == ("stop", shown)
+    assert cut.answer == turn.answer[: len(cut.answer)]
+    assert 4 <= len(cut.answer) <= 5
+    say(conversation, words(6))
+    check_cache(conversation)
+    other = begin(max_tokens=12, stop_texts=("nowhere",))
+    assert "".join(other.ask(words(5))) == text
+
+
 def test_penalties_look_at_the_whole_conversation(begin):
     """The second answer is what all tokens before it make of it, not only its own turn's."""
     heavy = Sampling(presence_penalty=6.0, presence_context_size=0)

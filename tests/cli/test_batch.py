@@ -125,7 +125,7 @@ def test_text_takes_every_line_as_it_is(run, llama):
 def test_a_line_that_cannot_be_is_refused_before_anything_is_computed(
     run, llama, monkeypatch, line, message
 ):
-    monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("something was computed"))
+    monkeypatch.setattr(Engine, "_advance", lambda _: pytest.fail("something was computed"))
     result = run("batch", "-m", llama, stdin=f"w7\n{line}\nw9\n")
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -164,14 +164,15 @@ def test_a_missing_file_and_an_unsupported_model(run, llama, tmp_path):
     assert "recurrent state" in result.stderr
 
 
-def test_output_is_written_at_once_and_never_over_another_file(run, llama, tmp_path):
+def test_output_is_in_the_order_of_finishing_and_never_over_another_file(run, llama, tmp_path):
     output = tmp_path / "results.jsonl"
     options = ("-m", llama, "--max-tokens", COUNT, "--output", output)
     first = run("batch", *options, stdin=lines_of(*PROMPTS))
     assert first.exit_code == 0, first.stderr
     assert first.stdout == ""
     written = output.read_text()
-    assert [json.loads(line)["line"] for line in written.splitlines()] == [1, 2, 3, 4]
+    # A prompt of one token is the first that is read, and so the first that is answered.
+    assert [json.loads(line)["line"] for line in written.splitlines()] == [3, 1, 2, 4]
     refused = run("batch", *options, stdin=lines_of(PROMPTS[0]))
     assert refused.exit_code == 2
     assert "--overwrite" in refused.stderr
@@ -201,7 +202,7 @@ def test_an_interrupt_keeps_what_was_finished(run, llama, tmp_path, monkeypatch,
     result = run("batch", "-m", llama, *options, stdin=stdin)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
-    assert "2 finished, 0 failed, 0 cancelled, 2 unfinished" in result.stderr
+    assert "2 finished, 0 failed, 2 unfinished" in result.stderr
     written = output.read_text() if to_file else result.stdout
     assert [json.loads(line)["line"] for line in written.splitlines()] == [2, 4]
 
@@ -231,6 +232,13 @@ def test_figures_are_told_and_no_bar_in_a_pipe(run, llama):
     assert re.search(r"cache   cell, \d+ of \d+ positions at most", result.stderr)
     assert re.search(r"decode 36 tokens at [\d.]+ tokens/s", result.stderr)
     assert "answering" not in result.stderr
+
+
+def test_quiet_leaves_the_results_alone(run, llama):
+    options = ("-m", llama, "--max-tokens", COUNT, "--quiet")
+    result = run("batch", *options, stdin=lines_of(*PROMPTS))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert len(result.stdout.splitlines()) == len(PROMPTS)
 
 
 def test_system_prompts_go_into_the_template(run, chatty):
