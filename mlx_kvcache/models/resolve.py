@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def _hub_id(text: str) -> str:
 def _from_hub(text: str, patterns: tuple[str, ...], revision: str | None) -> Path:
     """The local snapshot of a hub model, with the files that `patterns` names.
 
-    The hub's client shows a bar for each file on a terminal, and nothing elsewhere.
+    The hub's client shows its bars on a terminal; elsewhere nothing is shown.
     """
     from huggingface_hub import snapshot_download
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
@@ -128,7 +129,11 @@ def _from_hub(text: str, patterns: tuple[str, ...], revision: str | None) -> Pat
     identifier = _hub_id(text)
     allowed = list(patterns or DEFAULT_ALLOW_PATTERNS)
     try:
-        snapshot = Path(snapshot_download(identifier, revision=revision, allow_patterns=allowed))
+        snapshot = Path(
+            snapshot_download(
+                identifier, revision=revision, allow_patterns=allowed, tqdm_class=_bars()
+            )
+        )
     # The hub client lets errors of its HTTP library through, and that library has changed.
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "no reason given")
@@ -140,3 +145,18 @@ def _from_hub(text: str, patterns: tuple[str, ...], revision: str | None) -> Pat
             "file, or the demo 'smollm2'"
         ) from error
     return _checked_directory(snapshot)
+
+
+def _bars() -> type[Any] | None:
+    """The class of the hub client's bars, silent where there is no terminal; None for its own."""
+    if sys.stderr.isatty():
+        return None
+    from huggingface_hub import utils
+
+    bars: Any = utils.tqdm  # type: ignore[attr-defined]
+
+    class Silent(bars):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+    return Silent

@@ -161,7 +161,10 @@ def test_a_hub_model_is_loaded_from_where_it_was_put(
 ) -> None:
     asked: list[tuple[str, bool, str | None]] = []
 
-    def snapshot(identifier: str, allow_patterns: list[str], revision: str | None) -> str:
+    def snapshot(
+        identifier: str, allow_patterns: list[str], revision: str | None, tqdm_class: object
+    ) -> str:
+        assert tqdm_class is not None
         asked.append((identifier, "model*.safetensors" in allow_patterns, revision))
         return str(directory)
 

@@ -166,8 +166,10 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_progress_is_a_bar_on_a_terminal_only(
+    keep: bool,
     stream: type[io.StringIO],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -175,13 +177,15 @@ def test_progress_is_a_bar_on_a_terminal_only(
     monkeypatch.setenv("TERM", "xterm")
     stderr = stream()
     monkeypatch.setattr(sys, "stderr", stderr)
-    with showing("Working", total=2) as advance:
+    with showing("Working: 2 MB to /there", total=2, keep=keep) as advance:
         advance()
         advance()
     text = stderr.getvalue()
     if stream is Terminal:
         assert "Working" in text
         assert "\x1b[" in text
+        # A line that stays, above the bar that vanishes.
+        assert text.startswith("Working: 2 MB to /there\n") is keep
     else:
-        assert text == "Working ...\n"
+        assert text == "Working: 2 MB to /there ...\n"
     assert capsys.readouterr().out == ""
