@@ -135,6 +135,7 @@ SURROUNDINGS = [
         err="error: .*\n", environment={"HOME": "/proc"},
     ),
     Case("40 columns", ["--help"], 0, r"([^\n]{,40}\n)+", environment={"COLUMNS": "40"}),
+    Case("inspect in 40 columns", INSPECT, 0, r"[^…]+", environment={"COLUMNS": "40"}),
     Case(
         "an error in 40 columns", ["inspect", "./" + "nix/" * 30], 2, err="error: .*\n",
         environment={"COLUMNS": "40"},
