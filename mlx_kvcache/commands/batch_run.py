@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from mlx_kvcache.chat.stops import StoppingText, before_stop
 from mlx_kvcache.chat.streaming import answer_text
 from mlx_kvcache.chat.text import ChatScript, chat_script
 from mlx_kvcache.commands.batch_input import BatchOptions, Prompt
 from mlx_kvcache.commands.loading import load
+from mlx_kvcache.commands.options import parse_template_args
 from mlx_kvcache.control.factory import BATCHED
 from mlx_kvcache.control.history import common_prefix
 from mlx_kvcache.engine import Engine, Request, Session
+from mlx_kvcache.engine.requests import STOP
 from mlx_kvcache.errors import CapacityError, ConfigError
 from mlx_kvcache.facts.config import MAX_CAPACITY
 
@@ -29,19 +32,33 @@ class Batch:
     token_counts: list[int]
     prefix: Session | None
 
+    def __post_init__(self) -> None:
+        self._shown = {
+            request: StoppingText(self.tokenizer, request.stop, prompt.options.stop_texts)
+            for prompt, request in zip(self.prompts, self.requests, strict=True)
+            if prompt.options.stop_texts
+        }
+
     def run(self, on_event: Callable[[Request, bool], None]) -> None:
         """Answer all prompts; `on_event` is told of each token, and whether a request ended."""
         for event in self.engine.run():
+            shown = self._shown.get(event.request)
+            if shown is not None and event.token is not None:
+                shown.add(event.token)
+                if shown.stopped_by is not None:
+                    event.request.cancel()
             on_event(event.request, event.finish_reason is not None)
 
     def facts(self, index: int) -> dict[str, Any]:
         """The result of one prompt, for a JSON line."""
         prompt, request = self.prompts[index], self.requests[index]
+        text = answer_text(self.tokenizer, request.tokens, request.stop)
+        shown = before_stop(text, prompt.options.stop_texts)
         return {
             "line": prompt.line,
             "id": prompt.label,
-            "text": answer_text(self.tokenizer, request.tokens, request.stop),
-            "finish_reason": request.finish_reason,
+            "text": shown,
+            "finish_reason": request.finish_reason if shown == text else STOP,
             "error": None if request.error is None else str(request.error),
             "prompt_tokens": self.token_counts[index],
             "generated_tokens": len(request.tokens),
@@ -58,7 +75,7 @@ def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> Batch:
     Raises what `load` and `Engine` raise, `ConfigError` or `CapacityError`.
     """
     loaded = load(options)
-    script = cache(partial(chat_script, loaded.tokenizer, raw=options.raw))
+    script = cache(partial(_script, loaded.tokenizer, options.raw))
     tokens = [_tokens(script, prompt) for prompt in prompts]
     needs = [
         len(ids) + prompt.options.max_tokens for ids, prompt in zip(tokens, prompts, strict=True)
@@ -90,8 +107,10 @@ def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> Batch:
         engine.submit(
             ids[len(prefix) :],
             max_tokens=prompt.options.max_tokens,
-            sampling=prompt.options.sampling,
-            stop=sorted(script(prompt.options.system).stop_tokens),
+            sampling=loaded.sampling(prompt.options),
+            stop=sorted(
+                script(prompt.options.system, prompt.options.chat_template_args).stop_tokens
+            ),
             parent=session,
         )
         for ids, prompt in zip(tokens, prompts, strict=True)
@@ -100,9 +119,16 @@ def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> Batch:
     return Batch(engine, loaded.tokenizer, prompts, requests, counts, session)
 
 
-def _tokens(script: Callable[[str | None], ChatScript], prompt: Prompt) -> list[int]:
+def _script(tokenizer: Any, raw: bool, system: str | None, template_args: str | None) -> ChatScript:
+    args = None if template_args is None else parse_template_args(template_args)
+    return chat_script(tokenizer, system, raw, args)
+
+
+def _tokens(script: Callable[[str | None, str | None], ChatScript], prompt: Prompt) -> list[int]:
+    options = prompt.options
     try:
-        return script(prompt.options.system).write([], [], prompt.text)
+        chosen = script(options.system, options.chat_template_args)
+        return chosen.write([], [], prompt.text, options.prefill_response or "")
     except ConfigError as error:
         raise ConfigError(f"line {prompt.line}: {error}") from error
 

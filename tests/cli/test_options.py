@@ -341,7 +341,7 @@ def test_a_prompt_file_that_is_none(run, llama, tmp_path, name, said):
         "--extra-eos-token|w13",
     ],
 )
-def test_the_first_answer_of_a_chat_is_that_of_generate(run, tmp_path, flags):
+def test_chat_and_batch_answer_as_generate(run, tmp_path, flags):
     directory = write_chat_model(tmp_path, template=TEMPLATE)
     base = ("--model", directory, "--max-tokens", COUNT)
     choices = flags.split("|")
@@ -349,4 +349,9 @@ def test_the_first_answer_of_a_chat_is_that_of_generate(run, tmp_path, flags):
     chat = run("chat", *base, *choices, stdin=words(*PROMPT) + "\n")
     assert (alone.exit_code, chat.exit_code) == (0, 0), chat.stderr
     assert chat.stdout == alone.stdout
+    facts = json.loads(run("generate", words(*PROMPT), *base, *choices, "--json").stdout)
+    batch = run("batch", *base, *choices, stdin=words(*PROMPT) + "\n")
+    assert batch.exit_code == 0, batch.stderr
+    for name in ("text", "token_ids", "finish_reason"):
+        assert json.loads(batch.stdout)[name] == facts[name]
     assert alone.stdout != run("generate", words(*PROMPT), *base).stdout
