@@ -318,7 +318,21 @@ def ended(
         }
 
 
-@pytest.mark.parametrize("name", CASES)
+def cases() -> Iterator[Any]:
+    """The names, those marked that need what only Linux has."""
+    for name, case in CASES.items():
+        values = (case.stdin, case.stdout, case.stderr, case.directory, *case.arguments)
+        paths = [*values, *case.environment.values()]
+        lacking = [
+            path
+            for path in ("/dev/full", "/proc")
+            if not Path(path).exists() and any(path in str(each) for each in paths)
+        ]
+        reason = f"there is no {', '.join(lacking)} here"
+        yield pytest.param(name, marks=pytest.mark.skipif(bool(lacking), reason=reason))
+
+
+@pytest.mark.parametrize("name", list(cases()))
 def test_it_ends_in_one_line(ended, name):
     case, found = CASES[name], ended[name].result()
     assert "Traceback" not in found.err + found.out
