@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from mlx_kvcache.chat.stops import StopText
-from mlx_kvcache.chat.streaming import AnswerText, answer_text
+from mlx_kvcache.chat.stops import StoppingText, StopText
+from mlx_kvcache.chat.streaming import answer_text
 from mlx_kvcache.chat.text import ChatScript, PlainScript, chat_script
 from mlx_kvcache.commands.batch_input import BatchOptions, Prompt, Refusal
 from mlx_kvcache.commands.batch_output import result_line
@@ -38,19 +38,6 @@ class Written:
         return len(self.tokens) + self.prompt.options.max_tokens
 
 
-class Watch:
-    """Looks for the stop texts in an answer while it is made."""
-
-    def __init__(self, tokenizer: Any, written: Written) -> None:
-        self._text = AnswerText(tokenizer, written.stop)
-        self._stops = StopText(written.prompt.options.stop_texts)
-
-    def sees_end(self, token: int) -> bool:
-        """Whether a stop text is whole with this token."""
-        self._stops.let_through(self._text.add(token))
-        return self._stops.stopped_by is not None
-
-
 @dataclass
 class Batch:
     """Prompts that were submitted, in input order, and the engine that answers them.
@@ -62,7 +49,7 @@ class Batch:
     tokenizer: Any
     prefix: Session | None
     requests: dict[Request, Written] = field(default_factory=dict)
-    watches: dict[Request, Watch] = field(default_factory=dict)
+    watches: dict[Request, StoppingText] = field(default_factory=dict)
 
     def submit(self, written: Written, shared: int) -> None:
         """Ask for an answer. shared: how many tokens the prefix has. Raises as `Engine.submit`."""
@@ -76,7 +63,7 @@ class Batch:
         )
         self.requests[request] = written
         if options.stop_texts:
-            self.watches[request] = Watch(self.tokenizer, written)
+            self.watches[request] = StoppingText(self.tokenizer, written.stop, options.stop_texts)
 
     def run(self) -> Iterator[list[tuple[Request, bool]]]:
         """Answer all prompts: for each step, whose tokens were made, and whether they ended it."""
@@ -84,8 +71,10 @@ class Batch:
             events = [event for event in self.engine.step() if event.request in self.requests]
             for request, token, reason in events:
                 watch = self.watches.get(request)
-                if watch and token is not None and reason is None and watch.sees_end(token):
-                    request.cancel()
+                if watch and token is not None and reason is None:
+                    watch.add(token)
+                    if watch.stopped_by is not None:
+                        request.cancel()
             yield [(request, reason is not None) for request, _, reason in events]
 
     def finished(self) -> Iterator[Request]:

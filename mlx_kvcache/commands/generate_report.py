@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections import Counter
@@ -102,7 +103,9 @@ def _logprob_facts(generation: Generation) -> list[dict[str, Any]] | None:
 
     def facts(token: int, logprob: float) -> dict[str, Any]:
         text = spell(generation.tokenizer, [token])
-        return {"token_id": token, "text": text, "logprob": logprob}
+        # JSON has no infinity; a token that a processor has ruled out has no log-probability.
+        known = logprob if math.isfinite(logprob) else None
+        return {"token_id": token, "text": text, "logprob": known}
 
     return [
         {**facts(found.token, found.logprob), "top": [facts(*each) for each in found.likeliest]}

@@ -13,6 +13,9 @@ from mlx_kvcache.commands.flags import check_dtype, check_integer
 from mlx_kvcache.commands.inspect_report import inspect_facts, print_inspection
 from mlx_kvcache.commands.inspection import FALLBACK_CONTEXT, inspection
 
+#: The fewest columns of the report.
+WIDTH = 80
+
 
 def inspect(
     model_or_config: Annotated[
@@ -55,7 +58,8 @@ def inspect(
     if as_json:
         write_json(inspect_facts(found))
     else:
-        console = Console(highlight=False)
+        # In fewer columns names and numbers would be cut; a narrow terminal wraps lines instead.
+        console = Console(highlight=False, width=max(WIDTH, Console().width))
         # Written by us, since rich ends the process with a status of its own on a broken pipe.
         with console.capture() as report:
             print_inspection(console, found)

@@ -135,6 +135,7 @@ SURROUNDINGS = [
         err="error: .*\n", environment={"HOME": "/proc"},
     ),
     Case("40 columns", ["--help"], 0, r"([^\n]{,40}\n)+", environment={"COLUMNS": "40"}),
+    Case("inspect in 40 columns", INSPECT, 0, r"[^…]+", environment={"COLUMNS": "40"}),
     Case(
         "an error in 40 columns", ["inspect", "./" + "nix/" * 30], 2, err="error: .*\n",
         environment={"COLUMNS": "40"},
@@ -317,7 +318,21 @@ def ended(
         }
 
 
-@pytest.mark.parametrize("name", CASES)
+def cases() -> Iterator[Any]:
+    """The names, those marked that need what only Linux has."""
+    for name, case in CASES.items():
+        values = (case.stdin, case.stdout, case.stderr, case.directory, *case.arguments)
+        paths = [*values, *case.environment.values()]
+        lacking = [
+            path
+            for path in ("/dev/full", "/proc")
+            if not Path(path).exists() and any(path in str(each) for each in paths)
+        ]
+        reason = f"there is no {', '.join(lacking)} here"
+        yield pytest.param(name, marks=pytest.mark.skipif(bool(lacking), reason=reason))
+
+
+@pytest.mark.parametrize("name", list(cases()))
 def test_it_ends_in_one_line(ended, name):
     case, found = CASES[name], ended[name].result()
     assert "Traceback" not in found.err + found.out

@@ -328,3 +328,30 @@ def test_a_prompt_file_that_is_none(run, llama, tmp_path, name, said):
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--stop|7",
+        "--prefill-response|w33 w34",
+        '--chat-template-args|{"word": "w50"}',
+        "--presence-penalty|2",
+        "--temp|1.3|--seed|3|--top-k|5",
+        "--extra-eos-token|w13",
+    ],
+)
+def test_chat_and_batch_answer_as_generate(run, tmp_path, flags):
+    directory = write_chat_model(tmp_path, template=TEMPLATE)
+    base = ("--model", directory, "--max-tokens", COUNT)
+    choices = flags.split("|")
+    alone = run("generate", words(*PROMPT), *base, *choices)
+    chat = run("chat", *base, *choices, stdin=words(*PROMPT) + "\n")
+    assert (alone.exit_code, chat.exit_code) == (0, 0), chat.stderr
+    assert chat.stdout == alone.stdout
+    facts = json.loads(run("generate", words(*PROMPT), *base, *choices, "--json").stdout)
+    batch = run("batch", *base, *choices, stdin=words(*PROMPT) + "\n")
+    assert batch.exit_code == 0, batch.stderr
+    for name in ("text", "token_ids", "finish_reason"):
+        assert json.loads(batch.stdout)[name] == facts[name]
+    assert alone.stdout != run("generate", words(*PROMPT), *base).stdout
