@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.core import slice_update, split
 
+from mlx_kvcache.cache.growth import RowForm, SequenceGrowth
 from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.errors import GeometryError, UpdateDtypeError, UpdateShapeError
@@ -35,6 +36,7 @@ class SequenceLayer:
     """
 
     __slots__ = (
+        "_growth",
         "_key_dtype",
         "_key_shape",
         "_sequence",
@@ -57,12 +59,14 @@ class SequenceLayer:
         geometry: LayerGeometry,
         sequence: SequenceLayout,
         steps: PolicySteps,
+        growth: SequenceGrowth,
         storage_dtype: mx.Dtype | None,
     ) -> None:
         self.index = index
         self.geometry = geometry
         self.offset = 0
         self._steps = steps
+        self._growth = growth
         self.store: RowStore = DenseRows()
         self._sequence = sequence
         self._storage_dtype = storage_dtype
@@ -79,6 +83,7 @@ class SequenceLayer:
         twin = memo[id(self)] = copy.copy(self)
         twin._sequence = copy.deepcopy(self._sequence, memo)
         twin._steps = copy.deepcopy(self._steps, memo)
+        twin._growth = copy.deepcopy(self._growth, memo)
         twin.store = self.store.copy()
         return twin
 
@@ -144,7 +149,10 @@ class SequenceLayer:
     def _write(self, keys: mx.array, values: mx.array) -> RowView:
         self.check(keys, values)
         steps, store = self._steps, self.store
-        step = steps.open(self.offset, keys.shape[2])
+        position, tokens = self.offset, keys.shape[2]
+        if position + tokens > self._sequence.room:
+            self._growth.make_room(position, tokens, self._form_of(keys, values), self.form)
+        step = steps.open(position, tokens)
         self._allocate_for(keys, values)
         if step.joined:
             view = store.read_before(step.read, keys, values)
@@ -326,6 +334,17 @@ class SequenceLayer:
             f"and values [B, {geometry.kv_heads}, T, {geometry.value_dim}], got "
             f"{list(keys.shape)} and {list(values.shape)}: {reason}"
         )
+
+    @property
+    def form(self) -> RowForm | None:
+        """The form of the rows that are allocated, None where none are."""
+        state = self.store.state
+        return RowForm.of(*state) if state else None
+
+    def _form_of(self, keys: mx.array, values: mx.array) -> RowForm:
+        """The form in which these rows will be stored."""
+        key_dtype, value_dtype = self._storage_dtypes(keys, values)
+        return RowForm(keys.shape[0], key_dtype.size, value_dtype.size)
 
     @property
     def _batch(self) -> int:

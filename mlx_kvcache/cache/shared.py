@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
 
@@ -47,6 +47,14 @@ class MLXSharedCache(SharedAttention[Layout, Running]):
     @abstractmethod
     def rewind(self, sequence: int, position: int) -> None:
         """Forget the positions of a sequence from `position` on."""
+
+    @abstractmethod
+    def check_room(self, ends: Mapping[int, int], begun: Iterable[int] = ()) -> None:
+        """Raise `MemoryLimitError` unless there is memory for sequences to reach these lengths.
+
+        ends: of live sequences, by id. begun: of others, yet to begin. Nothing is taken. Until
+        a row was written, rows count in 16 bits unless `config.kv_dtype` says more.
+        """
 
     @property
     @abstractmethod

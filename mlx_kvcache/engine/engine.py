@@ -236,8 +236,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one step, and answer what was done for whom; nothing when the engine is idle.
 
-        Raises `CapacityError`, and changes nothing, when nothing runs and the first waiting
-        request does not fit beside the idle sessions. A request that fails is ended, and its
+        Raises `CapacityError`, or `MemoryLimitError`, and changes nothing, when nothing runs and
+        the first waiting request does not fit beside the idle sessions. A request that fails is ended, and its
         session closed, with its `error` set.
         """
         if not self._advance() and not self._events:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
 from weakref import WeakSet
 
@@ -64,6 +65,15 @@ class Sessions:
         if not self.share_rows:
             return 0
         return sum(map(self.cache.position, self.cache.sequences)) - self.cache.used
+
+    def check_room(self, ends: Mapping[int, int], begun: Iterable[int] = ()) -> None:
+        """Raise `MemoryLimitError` unless sequences can reach these lengths, and others begin.
+
+        Nothing where the cache, another package's perhaps, does not say.
+        """
+        check = getattr(self.cache, "check_room", None)
+        if check is not None:
+            check(ends, begun)
 
     def new(self, host: Host) -> Session:
         """An empty session."""

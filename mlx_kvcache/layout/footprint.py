@@ -6,7 +6,7 @@ Our own figures come from the layouts themselves. mlx-lm's follow its cache clas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mlx_kvcache.errors import CapacityError, ConfigError
@@ -20,6 +20,8 @@ from mlx_kvcache.layout.sequence import layer_layout
 MLX_LM_STEP = 256
 #: Tokens of one prefill step in mlx-lm's generate.
 MLX_LM_PREFILL_STEP = 2048
+#: Layers whose old rows are still there when MLX allocates the new rows of the next (measured).
+LAYERS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,20 @@ def sequence_rows(config: CacheConfig) -> RowRule:
         return Extent(held, layout.whole(grown_rows(layout.whole(start), held, layout.size)))
 
     return rows
+
+
+def growth_bytes(layers: Iterable[tuple[int, int]]) -> int:
+    """The bytes to be had for layers to grow, given the bytes that each holds and will hold.
+
+    New rows are allocated beside the old ones, which are freed when they were copied.
+    """
+    more, copied, largest = 0, 0, 0
+    for held, wanted in layers:
+        more += wanted - held
+        if wanted > held:
+            copied += held
+            largest = max(largest, held)
+    return max(0, more + min(copied, LAYERS_IN_FLIGHT * largest))
 
 
 def mlx_lm_rows(policy: LayerPolicy, tokens: int) -> Extent:

@@ -38,7 +38,8 @@ class SequenceLayout:
     same. A refused call changes nothing.
 
     unwritten: how many layers have yet to follow the newest step, or the newest `rewind_layer`.
-    Whoever moves rows counts it down; until it is 0, no step begins.
+    Whoever moves rows counts it down; until it is 0, no step begins. room: up to which position
+    every layer may have rows; whoever allocates them sets it, and nobody at the beginning.
     """
 
     def __init__(self, policies: Sequence[LayerPolicy], capacity: int, spare: int) -> None:
@@ -58,6 +59,7 @@ class SequenceLayout:
         # Where the newest step or rewind began: a position at which every layer stood.
         self._start: int | None = None
         self.unwritten = 0
+        self.room = 0
 
     @property
     def length(self) -> int:
@@ -218,6 +220,7 @@ class SequenceLayout:
 
     def restore(self, length: int, high_water: int) -> None:
         """Stand where a sequence of the same layers stood."""
+        self.room = 0
         self._length = length
         self._high_water = high_water
         self._start = None
