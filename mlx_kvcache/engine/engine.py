@@ -237,8 +237,8 @@ class Engine:
         """Run one step, and answer what was done for whom; nothing when the engine is idle.
 
         Raises `CapacityError`, or `MemoryLimitError`, and changes nothing, when nothing runs and
-        the first waiting request does not fit beside the idle sessions. A request that fails is ended, and its
-        session closed, with its `error` set.
+        the first waiting request does not fit beside the idle sessions. A request that fails is
+        ended, and its session closed, with its `error` set.
         """
         if not self._advance() and not self._events:
             self._admission.refuse_to_wait()
