@@ -20,8 +20,6 @@ from mlx_kvcache.layout.sequence import layer_layout
 MLX_LM_STEP = 256
 #: Tokens of one prefill step in mlx-lm's generate.
 MLX_LM_PREFILL_STEP = 2048
-#: Layers whose old rows are still there when MLX allocates the new rows of the next (measured).
-LAYERS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -73,15 +71,10 @@ def sequence_rows(config: CacheConfig) -> RowRule:
 def growth_bytes(layers: Iterable[tuple[int, int]]) -> int:
     """The bytes to be had for layers to grow, given the bytes that each holds and will hold.
 
-    New rows are allocated beside the old ones, which are freed when they were copied.
+    New rows are allocated beside the old ones. These are freed when they were copied, but MLX may
+    have asked for those of all other layers by then, and freed memory comes back in pieces.
     """
-    more, copied, largest = 0, 0, 0
-    for held, wanted in layers:
-        more += wanted - held
-        if wanted > held:
-            copied += held
-            largest = max(largest, held)
-    return max(0, more + min(copied, LAYERS_IN_FLIGHT * largest))
+    return sum(wanted for held, wanted in layers if wanted > held)
 
 
 def mlx_lm_rows(policy: LayerPolicy, tokens: int) -> Extent:
