@@ -27,6 +27,19 @@ class LayerState(NamedTuple):
     value_dtype: mx.Dtype
 
 
+class KeptRows(NamedTuple):
+    """The store of a layer, and one that holds its rows as they were before the running step."""
+
+    store: RowStore
+    former: RowStore
+
+
+def put_back(sequence: SequenceLayout) -> None:
+    """Put the rows back that the unfinished step of a sequence has overwritten."""
+    for store, former in (sequence.kept or {}).values():
+        store.become(former.copy())
+
+
 class SequenceLayer:
     """One cache layer: its rows, and where it stands.
 
@@ -84,7 +97,7 @@ class SequenceLayer:
         twin._sequence = copy.deepcopy(self._sequence, memo)
         twin._steps = copy.deepcopy(self._steps, memo)
         twin._growth = copy.deepcopy(self._growth, memo)
-        twin.store = self.store.copy()
+        twin.store = copy.deepcopy(self.store, memo)
         return twin
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysValues:
@@ -155,6 +168,7 @@ class SequenceLayer:
         step = steps.open(position, tokens)
         self._allocate_for(keys, values)
         if step.joined:
+            self._keep_former()
             view = store.read_before(step.read, keys, values)
             store.write(step.placement, keys, values)
             # Whoever evaluates the answer evaluates the write, which else would be left to a
@@ -167,7 +181,19 @@ class SequenceLayer:
             view = store.read(step.read)
         self.offset = step.end
         self._sequence.unwritten -= 1
+        if not self._sequence.unwritten:
+            self._sequence.kept = None
         return view
+
+    def _keep_former(self) -> None:
+        """Keep the rows as they are before a step that overwrites what its own start needs."""
+        kept = self._sequence.kept
+        if kept is None:
+            kept = self._sequence.kept = {}
+        if self.index in kept:
+            # The step writes this layer once more: it was interrupted after the write.
+            self.store.become(kept[self.index].former)
+        kept[self.index] = KeptRows(self.store, self.store.copy())
 
     def read_again(self) -> RowView:
         """What the newest `write` of this layer answered with, without another.
@@ -266,7 +292,20 @@ class SequenceLayer:
         The first takes the sequence along, and no step begins until the others have followed.
         Raises `RewindError`, and changes nothing, when the position cannot be reached.
         """
-        self._sequence.rewind_layer(position)
+        sequence = self._sequence
+        if sequence.kept and sequence.unwritten and position:
+            if not sequence.is_overwritten:
+                # A rewind was interrupted, or no row is needed that was overwritten.
+                put_back(sequence)
+                sequence.kept = None
+            else:
+                behind = sequence.layers_ahead(position) - 1
+                sequence.begin_rewind(position)
+                put_back(sequence)
+                sequence.end_rewind(behind)
+                self.settle(position)
+                return
+        sequence.rewind_layer(position)
         self.settle(position)
 
     def settle(self, position: int) -> None:

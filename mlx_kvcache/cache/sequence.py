@@ -15,7 +15,7 @@ from mlx_kvcache.cache.arguments import (
 )
 from mlx_kvcache.cache.attend import attend_view
 from mlx_kvcache.cache.growth import RowForm, SequenceGrowth
-from mlx_kvcache.cache.layer import LayerState, SequenceLayer
+from mlx_kvcache.cache.layer import LayerState, SequenceLayer, put_back
 from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.errors import CapacityError, LayerIndexError, PositionError, UpdateShapeError
@@ -205,11 +205,19 @@ class MLXSequenceCache:
         """Forget every position from `position` on, in all layers.
 
         Also puts right a step that was interrupted half-way: some layers had written it, others
-        had not. Raises `RewindError`, and changes nothing, for a position that some layer does
-        not hold, or whose window a ring has overwritten.
+        had not. Its start can always be reached: what rings overwrite beyond their spare rows is
+        kept until the step is done. Raises `RewindError`, and changes nothing, for a position that
+        some layer does not hold, or whose window a ring has overwritten.
         """
-        self.layout.rewind(position)
+        layout = self.layout
+        if not (layout.kept and layout.unwritten and position):
+            layout.rewind(position)
+            self._settle(position)
+            return
+        layout.begin_rewind(position)
+        put_back(layout)
         self._settle(position)
+        layout.end_rewind()
 
     def clear(self) -> None:
         """Forget every position; the allocated rows stay for the next sequence."""
