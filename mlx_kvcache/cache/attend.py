@@ -54,10 +54,10 @@ def attend_view(queries: mx.array, view: RowView, mask: Mask, options: AttendOpt
         sinks = sinks.astype(dtype)
     if softcap is None:
         out = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+            queries, keys, values, scale=float(scale), mask=mask, sinks=sinks
         )
     else:
-        out = _capped(queries, keys, values, mask, scale, sinks, softcap)
+        out = _capped(queries, keys, values, mask, float(scale), sinks, float(softcap))
     return out if out_dtype is None else out.astype(out_dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -193,7 +193,7 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
         self.layout = Layout(self.capacity, self.config.max_context, members)
         self._running = None
 
-    def check_room(self, ends: Mapping[int, int], begun: Iterable[int] = ()) -> None:
+    def _check_room(self, ends: Mapping[int, int], begun: Sequence[int]) -> None:
         members = self.layout.now.members
         pairs = [(members[sequence], end) for sequence, end in ends.items()]
         pairs += [(MLXSequenceCache(self.geometry, self._member_config), end) for end in begun]

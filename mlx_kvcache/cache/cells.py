@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -163,7 +163,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
         for store in self._stores:
             store.grow(self._cells)
 
-    def check_room(self, ends: Mapping[int, int], begun: Iterable[int] = ()) -> None:
+    def _check_room(self, ends: Mapping[int, int], begun: Sequence[int]) -> None:
         layout = self._settled()
         more = sum(end - layout.position(sequence) for sequence, end in ends.items()) + sum(begun)
         cells = min(max(layout.used_end, layout.used + more), self.capacity)

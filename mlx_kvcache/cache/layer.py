@@ -110,15 +110,20 @@ class SequenceLayer:
         then nothing has changed.
         """
         steps = self._steps
-        if (
-            self.offset != steps.row_at
-            or keys.shape != self._key_shape
-            or values.shape != self._value_shape
-        ):
-            if not self._opens_decode(keys, values):
-                return self._in_callers_dtype(self._write(keys, values))
-            if not steps.array_start:
-                return self._append_at(keys, values)
+        try:
+            if (
+                self.offset != steps.row_at
+                or keys.shape != self._key_shape
+                or values.shape != self._value_shape
+            ):
+                if not self._opens_decode(keys, values):
+                    return self._in_callers_dtype(self._write(keys, values))
+                if not steps.array_start:
+                    return self._append_at(keys, values)
+        except AttributeError:
+            # What has no shape is no array.
+            self.check(keys, values)
+            raise
         # The shapes are known: rows are stored as they are, and the step's is among them.
         store = self.store
         keys = slice_update(store.keys, keys, steps.start, ROW_AXIS)  # type: ignore[arg-type]
@@ -236,9 +241,9 @@ class SequenceLayer:
 
         None, "causal" (lower-right aligned) or a bool array [N, S] that fits the S rows which
         the next update answers with. `window_size` narrows the layer's own window. Raises
-        `PositionError` for less than one token, `ConfigError` for a negative window.
+        `PositionError` for what is no number of tokens, `ConfigError` for what is no window.
         """
-        window = window_size or 0 if self.heeds_model_window else 0
+        window = 0 if window_size is None or not self.heeds_model_window else window_size
         return self._steps.mask(self.offset, N, window, return_array)
 
     def mask_at(self, position: int, tokens: int) -> Mask:

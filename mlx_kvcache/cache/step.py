@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from mlx_kvcache.cache.masks import Mask, band, ring_band, ring_template
 from mlx_kvcache.errors import ConfigError, PositionError
+from mlx_kvcache.facts.checks import is_integer, shortened
+from mlx_kvcache.facts.config import MAX_CAPACITY
 from mlx_kvcache.layout.ring import RingLayout
 from mlx_kvcache.layout.runs import Run, grown_rows, wrap
 from mlx_kvcache.layout.sequence import SequenceLayout
@@ -128,8 +130,10 @@ class PolicySteps:
         `window` narrows the policy's own (0 = no further). "causal" is answered where it is enough
         and no array is asked for; None for one token that sees all rows answered. A step that
         another layer was already answered in logical order keeps this order. Raises
-        `PositionError` for less than one token and `ConfigError` for a negative window.
+        `PositionError` for what is no number of tokens, `ConfigError` for what is no window.
         """
+        if type(tokens) is not int or type(window) is not int or type(as_array) is not bool:
+            _refuse_mask(tokens, window, as_array)
         own, size = self.window, self.ring_size
         step = self.step
         if (
@@ -146,8 +150,8 @@ class PolicySteps:
             narrow = window if 0 < window < own else own
             mask = self._slot_masks.get((position % size, narrow))
             return self._decode_mask(position % size, narrow) if mask is None else mask
-        if window < 0 or type(tokens) is not int or tokens < 1:
-            _refuse_mask(tokens, window)
+        if window < 0 or tokens < 1 or tokens > MAX_CAPACITY:
+            _refuse_mask(tokens, window, as_array)
         end = position + tokens
         first = self._first_row(position)
         if size and tokens > 1 and end - first <= size and first // size != (end - 1) // size:
@@ -343,7 +347,9 @@ class PolicySteps:
         return mask
 
 
-def _refuse_mask(tokens: int, window: int) -> NoReturn:
-    if type(tokens) is not int or tokens < 1:
-        raise PositionError(f"a mask is for at least one token, got {tokens!r}")
-    raise ConfigError(f"the window of a mask must be 0 (none) or more, got {window}")
+def _refuse_mask(tokens: object, window: object, as_array: object) -> NoReturn:
+    if not is_integer(tokens, 1, MAX_CAPACITY):
+        raise PositionError(f"a mask is for at least one token, got {shortened(tokens)}")
+    if not is_integer(window, 0):
+        raise ConfigError(f"the window of a mask must be 0 (none) or more, got {shortened(window)}")
+    raise ConfigError(f"return_array is True or False, got {shortened(as_array)}")

@@ -37,11 +37,12 @@ class Admission:
         """Raise what refuses a new request whose prompt has so many tokens."""
         if session is not None and parent is not None:
             raise ConfigError("a request continues a session or forks a parent, not both")
-        held = session or parent
+        held = session if session is not None else parent
         before = pending = 0
         if held is not None:
+            position = self._sessions.position(held)
             before = len(held.tokens)
-            pending = before - self._sessions.position(held)
+            pending = before - position
         if session is not None and session.request is not None:
             raise SessionError(
                 f"the session has an unfinished request ({session.request.number}); wait for it "

@@ -107,7 +107,9 @@ class SequenceLayout:
         return self._length if self._start is None or not self.unwritten else self._start
 
     def can_extend(self, count: int = 1) -> bool:
-        """Whether `count` more positions fit."""
+        """Whether `count` more positions fit. Raises `CapacityError` for what is no such number."""
+        if not is_integer(count, 0):
+            raise CapacityError(f"a number of positions >= 0 may be asked for, got {count!r}")
         return self._length + count <= self.capacity
 
     def admit(self, position: int, count: int) -> None:

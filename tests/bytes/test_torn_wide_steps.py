@@ -199,7 +199,7 @@ def test_an_interrupted_step_is_finished_by_the_layers_that_lack_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [(0, 1), (2,), (2, 0)])
+@pytest.mark.parametrize("layers", [(0, 1), (2,)])
 def test_an_interrupt_at_any_line_of_the_way_back(layers: tuple[int, ...]) -> None:
     expected = after(begun())
 
@@ -227,7 +227,7 @@ def test_what_is_not_put_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_kept_goes_when_the_step_is_done() -> None:
-    shape = Shape(1000, 4, 64, 64)
+    shape = Shape(1000, 4, 64, 64, shared=False)
     cache = Session([shape, shape], capacity=10_000, spare=8, forms=("array",)).caches[0]
     rows = [mx.ones((1, 4, count, 64)) for count in (1100, 300, 1)]
 
