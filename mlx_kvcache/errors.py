@@ -27,6 +27,19 @@ class CapacityError(KVCacheError, ValueError):
     """A step or a reservation that would not fit into the capacity."""
 
 
+class MemoryLimitError(KVCacheError, MemoryError):
+    """Rows that take more memory than can be had.
+
+    needed, available: bytes. fits: the positions that would fit.
+    """
+
+    def __init__(self, message: str, needed: int = 0, available: int = 0, fits: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+        self.fits = fits
+
+
 class PositionError(KVCacheError, ValueError):
     """A step that does not continue the sequence where it stands."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
@@ -11,6 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_kvcache.errors import AttentionError, PositionError, UpdateDtypeError, UpdateShapeError
+from mlx_kvcache.facts.checks import shortened
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 #: The position of the first token of a step, or the positions of all of them.
 Positions = int | Sequence[int] | Sequence[Sequence[int]] | mx.array | np.ndarray[Any, Any]
@@ -56,9 +58,9 @@ def check_options(query_heads: int, options: AttendOptions) -> None:
     # A plain float is by far the usual case, and isinstance with Real is slow.
     if type(scale) is not float and not _is_real(scale):
         raise AttentionError(f"scale must be a number that the host knows, got {scale!r}")
-    if not math.isfinite(scale):
-        raise AttentionError(f"scale must be finite, got {scale!r}")
-    if softcap is not None and not (_is_real(softcap) and 0 < softcap < math.inf):
+    if not _is_finite(scale):
+        raise AttentionError(f"scale must be finite, got {shortened(scale)}")
+    if softcap is not None and not (_is_real(softcap) and _is_finite(softcap) and softcap > 0):
         raise AttentionError(
             f"softcap must be a positive number, got {softcap!r}; None does not cap the scores"
         )
@@ -138,6 +140,14 @@ def _on_host(positions: Positions) -> np.ndarray[Any, Any]:
 def _excerpt(numbers: list[int]) -> str:
     shown = ", ".join(map(str, numbers[:8]))
     return f"[{shown}, ...]" if len(numbers) > 8 else f"[{shown}]"
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a number is finite as a float32, in which scores are computed."""
+    try:
+        return abs(float(value)) <= _LARGEST
+    except OverflowError:
+        return False
 
 
 def _is_real(value: object) -> bool:

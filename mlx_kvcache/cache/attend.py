@@ -14,6 +14,7 @@ from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.errors import (
     AttentionError,
     LayerIndexError,
+    MemoryLimitError,
     StepError,
     UpdateDtypeError,
     UpdateShapeError,
@@ -53,10 +54,10 @@ def attend_view(queries: mx.array, view: RowView, mask: Mask, options: AttendOpt
         sinks = sinks.astype(dtype)
     if softcap is None:
         out = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+            queries, keys, values, scale=float(scale), mask=mask, sinks=sinks
         )
     else:
-        out = _capped(queries, keys, values, mask, scale, sinks, softcap)
+        out = _capped(queries, keys, values, mask, float(scale), sinks, float(softcap))
     return out if out_dtype is None else out.astype(out_dtype)
 
 
@@ -106,8 +107,11 @@ class SharedAttention(ABC, Generic[Layout, Running]):
         self._pending: Callable[[], None] | None = None
 
     @abstractmethod
-    def _begin_step(self, step: DeclaredStep) -> Running:
-        """Make what the layers of a step that was just placed will share."""
+    def _begin_step(self, step: DeclaredStep, rows: KeysValues | None) -> Running:
+        """Make what the layers of a step that was just placed will share.
+
+        rows: the first that will be written, where they are known. Raises `MemoryLimitError`.
+        """
 
     @abstractmethod
     def _check_single_answer(self, step: DeclaredStep) -> None:
@@ -184,7 +188,8 @@ class SharedAttention(ABC, Generic[Layout, Running]):
         that a forgotten declaration is told apart.
 
         Raises `LayerIndexError`, `StepError`, `PositionError`, `UpdateShapeError`,
-        `UpdateDtypeError` or `AttentionError`, and then changes nothing.
+        `UpdateDtypeError`, `AttentionError`, or `MemoryLimitError` when the rows take more memory
+        than can be had, and then changes nothing: the declaration stands.
         """
         step = self._check_update(layer, keys, values, positions)
         options = AttendOptions(scale, sinks, softcap, out_dtype)
@@ -251,30 +256,36 @@ class SharedAttention(ABC, Generic[Layout, Running]):
         """The mask of the declared step for the rows that `update_and_fetch` answers with.
 
         None, "causal" (lower-right aligned) or bool [T, S]. Places the step. Raises
-        `LayerIndexError`, or `StepError` when no step is declared or it has no single answer.
+        `LayerIndexError`, `MemoryLimitError`, or `StepError` when no step is declared or it has
+        no single answer.
         """
         self._check_layer(layer)
         if self._pending is not None:
             self._pending()
         step = self.layout.next_placement()
         self._check_single_answer(step)
-        return self._mask(self._open(step), layer)
+        return self._mask(self._open(step, None), layer)
 
     def _update(self, layer: int, keys: mx.array, values: mx.array, step: DeclaredStep) -> Running:
         running = self._running
         if running is None or running.step is not step:
-            running = self._open(step)
+            running = self._open(step, (keys, values))
         if layer in running.unwritten:
             self._write(running, layer, keys, values)
             running.unwritten.discard(layer)
         return running
 
-    def _open(self, step: DeclaredStep) -> Running:
+    def _open(self, step: DeclaredStep, rows: KeysValues | None) -> Running:
         running = self._running
         if running is None or running.step is not step:
+            before = self.layout.now
             self.layout.place_step()
-            # Last, so that a step whose beginning was interrupted begins again.
-            running = self._running = self._begin_step(step)
+            try:
+                # Last, so that a step whose beginning was interrupted begins again.
+                running = self._running = self._begin_step(step, rows)
+            except MemoryLimitError:
+                self.layout.stand(before)
+                raise
         return running
 
     def _check_layer(self, layer: int) -> None:

@@ -11,6 +11,7 @@ from mlx_kvcache.cache.arguments import AttendOptions, check_arrays, check_optio
 from mlx_kvcache.cache.attend import attend_view
 from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.errors import AttentionError, UpdateDtypeError
+from mlx_kvcache.facts.checks import shortened
 from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.store.rows import RowView
 
@@ -31,8 +32,10 @@ class AttendSpec:
     mask: mx.array | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("none", "causal", "explicit"):
-            raise AttentionError(f"a spec is 'none', 'causal' or 'explicit', got {self.kind!r}")
+        if not isinstance(self.kind, str) or self.kind not in ("none", "causal", "explicit"):
+            raise AttentionError(
+                f"a spec is 'none', 'causal' or 'explicit', got {shortened(self.kind)}"
+            )
         if self.kind != "explicit":
             if self.mask is not None:
                 raise AttentionError(
@@ -80,6 +83,11 @@ def attend(
     scores become c * tanh(score / c) before the mask.
     Raises `UpdateShapeError`, `UpdateDtypeError` or `AttentionError`.
     """
+    if not isinstance(spec, AttendSpec):
+        raise AttentionError(
+            f"what each query sees is an AttendSpec, got {shortened(spec)}; AttendSpec('causal') "
+            "is one, and AttendSpec.from_mask makes one of a mask"
+        )
     options = AttendOptions(scale, sinks, softcap, out_dtype)
     check_arrays(queries, keys, values)
     check_options(queries.shape[1], options)

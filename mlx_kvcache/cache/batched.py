@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_kvcache.cache.arguments import AttendOptions
 from mlx_kvcache.cache.attend import attend_view
+from mlx_kvcache.cache.growth import RowForm, Wanted, affordable_lengths, check_lengths
 from mlx_kvcache.cache.layer import LayerState
 from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.sequence import KIND as SEQUENCE_KIND
@@ -192,6 +193,15 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
         self.layout = Layout(self.capacity, self.config.max_context, members)
         self._running = None
 
+    def _check_room(self, ends: Mapping[int, int], begun: Sequence[int]) -> None:
+        members = self.layout.now.members
+        pairs = [(members[sequence], end) for sequence, end in ends.items()]
+        pairs += [(MLXSequenceCache(self.geometry, self._member_config), end) for end in begun]
+        # Of what is yet to be written it is known what the others hold.
+        forms = (cache.form for cache in self._caches)
+        form = next(filter(None, forms), None) or RowForm.least(self.config.kv_dtype)
+        check_lengths([Wanted(own.growth, end, own.form or form, own.form) for own, end in pairs])
+
     @property
     def _caches(self) -> Iterable[MLXSequenceCache]:
         return self.layout.now.members.values()
@@ -199,11 +209,39 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
     def _make_layout(self) -> Layout:
         return Layout(self.config.capacity, self.config.max_context)
 
-    def _begin_step(self, step: DeclaredStep) -> BatchedStep:
+    def _begin_step(self, step: DeclaredStep, rows: KeysValues | None) -> BatchedStep:
         members = self.layout.now.members
+        caches, grows = [], False
+        for sequence, end in step.ends.items():
+            cache = members[sequence]
+            caches.append(cache)
+            grows = grows or end > cache.layout.room
+        if grows:
+            self._make_room(list(zip(caches, step.ends.values(), strict=True)), rows)
         if step.tokens > self.config.spare:
             self._keep_rings(step)
-        return BatchedStep(step, [members[sequence] for sequence in step.starts])
+        return BatchedStep(step, caches)
+
+    def _make_room(self, ends: list[tuple[MLXSequenceCache, int]], rows: KeysValues | None) -> None:
+        """Let sequences grow together, as far as it is known of what form their rows are.
+
+        Raises `MemoryLimitError`, and changes nothing. Each asks for itself otherwise.
+        """
+        wanted = []
+        for cache, end in ends:
+            held = cache.form
+            form = held or self._form(rows)
+            if form is not None and end > cache.layout.room:
+                wanted.append(Wanted(cache.growth, end, form, held))
+        if wanted:
+            for each, length in zip(wanted, affordable_lengths(wanted), strict=True):
+                each.growth.take(length)
+
+    def _form(self, rows: KeysValues | None) -> RowForm | None:
+        """The form of rows that a sequence is yet to write."""
+        if self.config.kv_dtype is not None:
+            return RowForm.least(self.config.kv_dtype)
+        return None if rows is None else RowForm.of(*rows)
 
     def _keep_rings(self, step: DeclaredStep) -> None:
         """Keep the rings that a step overwrites so far that they could not go back before it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from mlx_kvcache.cache.arguments import AttendOptions
 from mlx_kvcache.cache.attend import attend_view
+from mlx_kvcache.cache.cell_growth import affordable_cells, cell_form
+from mlx_kvcache.cache.growth import RowForm
 from mlx_kvcache.cache.masks import Mask, band
 from mlx_kvcache.cache.shared import MLXSharedCache
 from mlx_kvcache.cache.snapshot import Snapshot, check_fits
@@ -62,6 +64,8 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
         self._stores = [DenseRows() for _ in geometry.layers]
         self._array_start = prefers_array_start(bytes_per_token(geometry, config))
         self._cells = min(config.initial_capacity, config.capacity)
+        # The cells for which there is memory; 0 until that was asked.
+        self._room = 0
 
     @property
     def used_end(self) -> int:
@@ -139,7 +143,8 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
     def reserve(self, cells: int) -> None:
         """Grow once, now, so that `cells` cells need no further growth.
 
-        Raises `CapacityError`, and changes nothing, when there are not that many.
+        Raises `CapacityError`, and changes nothing, when there are not that many, and
+        `MemoryLimitError` when they take more memory than can be had.
         """
         if not is_integer(cells, 0):
             raise CapacityError(
@@ -151,9 +156,21 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
                 f"cannot reserve {cells} cells: the capacity is {self.capacity}; "
                 "make the cache with a larger capacity"
             )
-        self._cells = max(self._cells, cells)
+        cells = max(self._cells, cells)
+        if cells > self._room:
+            self._make_room(cells, cells, None)
+        self._cells = cells
         for store in self._stores:
             store.grow(self._cells)
+
+    def _check_room(self, ends: Mapping[int, int], begun: Sequence[int]) -> None:
+        layout = self._settled()
+        more = sum(end - layout.position(sequence) for sequence, end in ends.items()) + sum(begun)
+        cells = min(max(layout.used_end, layout.used + more), self.capacity)
+        if cells > max(store.rows for store in self._stores):
+            kv_dtype, stores = self.config.kv_dtype, self._stores
+            form = cell_form(stores, kv_dtype, None) or RowForm.least(kv_dtype)
+            affordable_cells(self.geometry.layers, stores, form, cells, cells)
 
     def defragment(self) -> int:
         """Move the rows together, sequence after sequence, and give spare memory back.
@@ -182,7 +199,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
 
     def _hold(self, layout: CellLayout, cells: int, stores: list[DenseRows]) -> None:
         """Hold these. May be repeated until it was done."""
-        self.layout, self._cells, self._stores = layout, cells, stores
+        self.layout, self._cells, self._stores, self._room = layout, cells, stores, 0
         self._running = self._pending = None
 
     def _move(self, order: array[int], cells: int, members: object, moved: list[DenseRows]) -> None:
@@ -200,17 +217,29 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
                 mx.eval(twin.state)
                 moved.append(twin)
             self._stores[layer] = moved[layer]
-        self._cells = cells
+        self._cells, self._room = cells, 0
         if self.layout.members is members:
             self.layout.apply_defragment(order)
         self._pending = None
 
-    def _begin_step(self, step: DeclaredStep) -> CellStep:
+    def _begin_step(self, step: DeclaredStep, rows: KeysValues | None) -> CellStep:
         layout = self.layout
         end = layout.used_end
-        if end > self._cells:
-            self._cells = grown_rows(self._cells, end, layout.capacity)
+        if end > self._room:
+            self._cells = self._make_room(end, grown_rows(self._cells, end, layout.capacity), rows)
         return CellStep(layout, step, len(self._stores), self._array_start)
+
+    def _make_room(self, least: int, most: int, rows: KeysValues | None) -> int:
+        """The cells, from `least` to `most`, for which there is memory: `MemoryLimitError`."""
+        kv_dtype, stores = self.config.kv_dtype, self._stores
+        form = cell_form(stores, kv_dtype, rows)
+        floor = 0 if any(store.rows for store in stores) else self._cells
+        cells = affordable_cells(
+            self.geometry.layers, stores, form or RowForm.least(kv_dtype), least, most, floor
+        )
+        if form is not None:
+            self._room = cells
+        return cells
 
     def _check_single_answer(self, step: DeclaredStep) -> None:
         """Every step has one: the cells, and a mask over them."""
@@ -219,6 +248,9 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
         store = self._stores[layer]
         rows = self._cells
         if store.keys is None:
+            if rows > self._room:
+                # The mask was asked for before it was known what the rows are.
+                self._make_room(rows, rows, (keys, values))
             _, heads, _, key_dim = keys.shape
             stored = getattr(mx, self.config.kv_dtype or "", None)
             store.allocate(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.core import slice_update, split
 
+from mlx_kvcache.cache.growth import RowForm, SequenceGrowth
 from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.errors import GeometryError, UpdateDtypeError, UpdateShapeError
@@ -26,6 +27,19 @@ class LayerState(NamedTuple):
     value_dtype: mx.Dtype
 
 
+class KeptRows(NamedTuple):
+    """The store of a layer, and one that holds its rows as they were before the running step."""
+
+    store: RowStore
+    former: RowStore
+
+
+def put_back(sequence: SequenceLayout) -> None:
+    """Put the rows back that the unfinished step of a sequence has overwritten."""
+    for store, former in (sequence.kept or {}).values():
+        store.become(former.copy())
+
+
 class SequenceLayer:
     """One cache layer: its rows, and where it stands.
 
@@ -35,6 +49,7 @@ class SequenceLayer:
     """
 
     __slots__ = (
+        "_growth",
         "_key_dtype",
         "_key_shape",
         "_sequence",
@@ -57,12 +72,14 @@ class SequenceLayer:
         geometry: LayerGeometry,
         sequence: SequenceLayout,
         steps: PolicySteps,
+        growth: SequenceGrowth,
         storage_dtype: mx.Dtype | None,
     ) -> None:
         self.index = index
         self.geometry = geometry
         self.offset = 0
         self._steps = steps
+        self._growth = growth
         self.store: RowStore = DenseRows()
         self._sequence = sequence
         self._storage_dtype = storage_dtype
@@ -79,7 +96,8 @@ class SequenceLayer:
         twin = memo[id(self)] = copy.copy(self)
         twin._sequence = copy.deepcopy(self._sequence, memo)
         twin._steps = copy.deepcopy(self._steps, memo)
-        twin.store = self.store.copy()
+        twin._growth = copy.deepcopy(self._growth, memo)
+        twin.store = copy.deepcopy(self.store, memo)
         return twin
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysValues:
@@ -92,15 +110,20 @@ class SequenceLayer:
         then nothing has changed.
         """
         steps = self._steps
-        if (
-            self.offset != steps.row_at
-            or keys.shape != self._key_shape
-            or values.shape != self._value_shape
-        ):
-            if not self._opens_decode(keys, values):
-                return self._in_callers_dtype(self._write(keys, values))
-            if not steps.array_start:
-                return self._append_at(keys, values)
+        try:
+            if (
+                self.offset != steps.row_at
+                or keys.shape != self._key_shape
+                or values.shape != self._value_shape
+            ):
+                if not self._opens_decode(keys, values):
+                    return self._in_callers_dtype(self._write(keys, values))
+                if not steps.array_start:
+                    return self._append_at(keys, values)
+        except AttributeError:
+            # What has no shape is no array.
+            self.check(keys, values)
+            raise
         # The shapes are known: rows are stored as they are, and the step's is among them.
         store = self.store
         keys = slice_update(store.keys, keys, steps.start, ROW_AXIS)  # type: ignore[arg-type]
@@ -144,9 +167,13 @@ class SequenceLayer:
     def _write(self, keys: mx.array, values: mx.array) -> RowView:
         self.check(keys, values)
         steps, store = self._steps, self.store
-        step = steps.open(self.offset, keys.shape[2])
+        position, tokens = self.offset, keys.shape[2]
+        if position + tokens > self._sequence.room:
+            self._growth.make_room(position, tokens, self._form_of(keys, values), self.form)
+        step = steps.open(position, tokens)
         self._allocate_for(keys, values)
         if step.joined:
+            self._keep_former()
             view = store.read_before(step.read, keys, values)
             store.write(step.placement, keys, values)
             # Whoever evaluates the answer evaluates the write, which else would be left to a
@@ -159,7 +186,19 @@ class SequenceLayer:
             view = store.read(step.read)
         self.offset = step.end
         self._sequence.unwritten -= 1
+        if not self._sequence.unwritten:
+            self._sequence.kept = None
         return view
+
+    def _keep_former(self) -> None:
+        """Keep the rows as they are before a step that overwrites what its own start needs."""
+        kept = self._sequence.kept
+        if kept is None:
+            kept = self._sequence.kept = {}
+        if self.index in kept:
+            # The step writes this layer once more: it was interrupted after the write.
+            self.store.become(kept[self.index].former)
+        kept[self.index] = KeptRows(self.store, self.store.copy())
 
     def read_again(self) -> RowView:
         """What the newest `write` of this layer answered with, without another.
@@ -202,9 +241,9 @@ class SequenceLayer:
 
         None, "causal" (lower-right aligned) or a bool array [N, S] that fits the S rows which
         the next update answers with. `window_size` narrows the layer's own window. Raises
-        `PositionError` for less than one token, `ConfigError` for a negative window.
+        `PositionError` for what is no number of tokens, `ConfigError` for what is no window.
         """
-        window = window_size or 0 if self.heeds_model_window else 0
+        window = 0 if window_size is None or not self.heeds_model_window else window_size
         return self._steps.mask(self.offset, N, window, return_array)
 
     def mask_at(self, position: int, tokens: int) -> Mask:
@@ -258,7 +297,20 @@ class SequenceLayer:
         The first takes the sequence along, and no step begins until the others have followed.
         Raises `RewindError`, and changes nothing, when the position cannot be reached.
         """
-        self._sequence.rewind_layer(position)
+        sequence = self._sequence
+        if sequence.kept and sequence.unwritten and position:
+            if not sequence.is_overwritten:
+                # A rewind was interrupted, or no row is needed that was overwritten.
+                put_back(sequence)
+                sequence.kept = None
+            else:
+                behind = sequence.layers_ahead(position) - 1
+                sequence.begin_rewind(position)
+                put_back(sequence)
+                sequence.end_rewind(behind)
+                self.settle(position)
+                return
+        sequence.rewind_layer(position)
         self.settle(position)
 
     def settle(self, position: int) -> None:
@@ -326,6 +378,17 @@ class SequenceLayer:
             f"and values [B, {geometry.kv_heads}, T, {geometry.value_dim}], got "
             f"{list(keys.shape)} and {list(values.shape)}: {reason}"
         )
+
+    @property
+    def form(self) -> RowForm | None:
+        """The form of the rows that are allocated, None where none are."""
+        state = self.store.state
+        return RowForm.of(*state) if state else None
+
+    def _form_of(self, keys: mx.array, values: mx.array) -> RowForm:
+        """The form in which these rows will be stored."""
+        key_dtype, value_dtype = self._storage_dtypes(keys, values)
+        return RowForm(keys.shape[0], key_dtype.size, value_dtype.size)
 
     @property
     def _batch(self) -> int:

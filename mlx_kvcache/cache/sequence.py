@@ -14,7 +14,8 @@ from mlx_kvcache.cache.arguments import (
     step_start,
 )
 from mlx_kvcache.cache.attend import attend_view
-from mlx_kvcache.cache.layer import LayerState, SequenceLayer
+from mlx_kvcache.cache.growth import RowForm, SequenceGrowth
+from mlx_kvcache.cache.layer import LayerState, SequenceLayer, put_back
 from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.errors import CapacityError, LayerIndexError, PositionError, UpdateShapeError
@@ -59,10 +60,12 @@ class MLXSequenceCache:
         policies = [layer.policy for layer in geometry.layers]
         self.layout = SequenceLayout(policies, config.capacity, config.spare)
         self._steps = self._make_steps(policies)
+        by_layer = [self._steps[policy] for policy in policies]
+        self.growth = SequenceGrowth(geometry.layers, by_layer, self.layout)
         self._layer_class = layer_class
         dtype = None if config.kv_dtype is None else getattr(mx, config.kv_dtype)
         self.layers = tuple(
-            layer_class(index, layer, self.layout, self._steps[layer.policy], dtype)
+            layer_class(index, layer, self.layout, by_layer[index], self.growth, dtype)
             for index, layer in enumerate(geometry.layers)
         )
 
@@ -102,6 +105,11 @@ class MLXSequenceCache:
         return sum(
             layer.nbytes // layer.rows * layer.rows_held for layer in self.layers if layer.rows
         )
+
+    @property
+    def form(self) -> RowForm | None:
+        """The form of the rows that are allocated, None where none are."""
+        return next((layer.form for layer in self.layers if layer.rows), None)
 
     @property
     def state(self) -> list[mx.array]:
@@ -178,7 +186,8 @@ class MLXSequenceCache:
     def reserve(self, length: int) -> None:
         """Grow once, now, so that `length` positions need no further growth.
 
-        Raises `CapacityError`, and changes nothing, when `length` exceeds the capacity.
+        Raises `CapacityError`, and changes nothing, when `length` exceeds the capacity, and
+        `MemoryLimitError` when its rows take more memory than can be had.
         """
         if not is_integer(length, 0):
             raise CapacityError(f"a reservation needs a number of positions >= 0, got {length!r}")
@@ -187,8 +196,8 @@ class MLXSequenceCache:
                 f"cannot reserve {length} positions: the capacity is {self.capacity}; "
                 "make the cache with a larger capacity"
             )
-        for step in self._steps.values():
-            step.reserve(length)
+        held = self.form
+        self.growth.reserve(length, held or RowForm.least(self.config.kv_dtype), held)
         for layer in self.layers:
             layer.grow(self._steps[layer.geometry.policy].rows)
 
@@ -196,11 +205,19 @@ class MLXSequenceCache:
         """Forget every position from `position` on, in all layers.
 
         Also puts right a step that was interrupted half-way: some layers had written it, others
-        had not. Raises `RewindError`, and changes nothing, for a position that some layer does
-        not hold, or whose window a ring has overwritten.
+        had not. Its start can always be reached: what rings overwrite beyond their spare rows is
+        kept until the step is done. Raises `RewindError`, and changes nothing, for a position that
+        some layer does not hold, or whose window a ring has overwritten.
         """
-        self.layout.rewind(position)
+        layout = self.layout
+        if not (layout.kept and layout.unwritten and position):
+            layout.rewind(position)
+            self._settle(position)
+            return
+        layout.begin_rewind(position)
+        put_back(layout)
         self._settle(position)
+        layout.end_rewind()
 
     def clear(self) -> None:
         """Forget every position; the allocated rows stay for the next sequence."""
@@ -236,6 +253,8 @@ class MLXSequenceCache:
         for policy, steps in self._steps.items():
             steps.restore(rows[policy])
         self.layout.restore(length, high_water)
+        if length:
+            self.growth.note_room()
 
     def fork(self, up_to: int | None = None) -> MLXSequenceCache:
         """A cache that holds the same, up to a position; rows are copied when one is written.

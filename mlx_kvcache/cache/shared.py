@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
 from mlx_kvcache.cache.attend import Layout, Running, SharedAttention
+from mlx_kvcache.errors import CapacityError
+from mlx_kvcache.facts.checks import is_integer, shortened
 from mlx_kvcache.facts.config import CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry
 
@@ -47,6 +49,33 @@ class MLXSharedCache(SharedAttention[Layout, Running]):
     @abstractmethod
     def rewind(self, sequence: int, position: int) -> None:
         """Forget the positions of a sequence from `position` on."""
+
+    @abstractmethod
+    def _check_room(self, ends: Mapping[int, int], begun: Sequence[int]) -> None:
+        """Raise `MemoryLimitError` as `check_room`, whose arguments were checked."""
+
+    def check_room(self, ends: Mapping[int, int], begun: Sequence[int] = ()) -> None:
+        """Raise `MemoryLimitError` unless there is memory for sequences to reach these lengths.
+
+        ends: of live sequences, by id. begun: of others, yet to begin. Nothing is taken. Until
+        a row was written, rows count in 16 bits unless `config.kv_dtype` says more.
+        """
+        if not isinstance(ends, Mapping) or not isinstance(begun, list | tuple):
+            raise CapacityError(
+                "lengths are asked for by sequence id, and in a list for sequences yet to begin, "
+                f"got {shortened(ends)} and {shortened(begun)}"
+            )
+        layout = self._settled()
+        limit = self.layout.max_context or self.capacity
+        for end in (*ends.values(), *begun):
+            if not is_integer(end, 0, min(limit, self.capacity)):
+                raise CapacityError(
+                    f"a sequence of {shortened(end)} positions cannot be: from 0 to "
+                    f"{min(limit, self.capacity)} can"
+                )
+        for sequence in ends:
+            layout.position(sequence)
+        self._check_room(ends, begun)
 
     @property
     @abstractmethod

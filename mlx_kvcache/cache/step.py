@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from mlx_kvcache.cache.masks import Mask, band, ring_band, ring_template
 from mlx_kvcache.errors import ConfigError, PositionError
+from mlx_kvcache.facts.checks import is_integer, shortened
+from mlx_kvcache.facts.config import MAX_CAPACITY
 from mlx_kvcache.layout.ring import RingLayout
 from mlx_kvcache.layout.runs import Run, grown_rows, wrap
 from mlx_kvcache.layout.sequence import SequenceLayout
@@ -96,8 +98,8 @@ class PolicySteps:
         self.ring_size = self._ring.size if self._ring else 0
         self._whole_from = self._ring.read_whole_from if self._ring else 0
         self._row_limit = self.ring_size or sequence.capacity
-        # The layers that have rows, and those that are yet to grow to `rows`.
-        self._allocated: set[int] = set()
+        # The layers that have rows, and how many; and those that are yet to grow to `rows`.
+        self._allocated: dict[int, int] = {}
         self._behind: set[int] = set()
         self.rows = self._allocated_rows(min(initial_rows, self._row_limit))
         self.step: Step | None = None
@@ -115,7 +117,7 @@ class PolicySteps:
     def __deepcopy__(self, memo: dict[int, Any]) -> PolicySteps:
         twin = memo[id(self)] = copy.copy(self)
         twin._sequence = copy.deepcopy(self._sequence, memo)
-        twin._allocated = set(self._allocated)
+        twin._allocated = dict(self._allocated)
         twin._behind = set(self._behind)
         twin._slot_masks, twin._slot_starts = {}, {}
         twin.joined = dict(self.joined)
@@ -128,8 +130,10 @@ class PolicySteps:
         `window` narrows the policy's own (0 = no further). "causal" is answered where it is enough
         and no array is asked for; None for one token that sees all rows answered. A step that
         another layer was already answered in logical order keeps this order. Raises
-        `PositionError` for less than one token and `ConfigError` for a negative window.
+        `PositionError` for what is no number of tokens, `ConfigError` for what is no window.
         """
+        if type(tokens) is not int or type(window) is not int or type(as_array) is not bool:
+            _refuse_mask(tokens, window, as_array)
         own, size = self.window, self.ring_size
         step = self.step
         if (
@@ -146,8 +150,8 @@ class PolicySteps:
             narrow = window if 0 < window < own else own
             mask = self._slot_masks.get((position % size, narrow))
             return self._decode_mask(position % size, narrow) if mask is None else mask
-        if window < 0 or type(tokens) is not int or tokens < 1:
-            _refuse_mask(tokens, window)
+        if window < 0 or tokens < 1 or tokens > MAX_CAPACITY:
+            _refuse_mask(tokens, window, as_array)
         end = position + tokens
         first = self._first_row(position)
         if size and tokens > 1 and end - first <= size and first // size != (end - 1) // size:
@@ -165,7 +169,7 @@ class PolicySteps:
 
         Commits it. Raises `PositionError` or `CapacityError`, and then changes nothing.
         """
-        if self._behind:
+        if self._behind or position >= self._sequence.room:
             return False
         end = position + 1
         window = self.window
@@ -185,8 +189,6 @@ class PolicySteps:
             if start is None:
                 start = self._slot_starts[slot] = mx.array([slot])
         else:
-            if end > self.rows:
-                return False
             self._sequence.begin(position, 1)
             stop = end if end < self.rows else 0
             start = mx.array([position]) if self.array_start else position
@@ -201,7 +203,7 @@ class PolicySteps:
         return True
 
     def open(self, position: int, tokens: int) -> Step:
-        """Open any step, or find it open already, and commit it.
+        """Open any step, or find it open already, and commit it. There must be rows for it.
 
         Raises `PositionError` or `CapacityError`, and then changes nothing.
         """
@@ -210,8 +212,6 @@ class PolicySteps:
             return step
         plan = self._sequence.plan(self._layer_index, position, tokens)
         self._sequence.begin(position, tokens)
-        needed = min(plan.end, self._row_limit)
-        self._grow_to(self._allocated_rows(grown_rows(self.rows, needed, self._row_limit)))
         slot_order = self._mask_position == position and tokens in self._slot_order
         starts: tuple[int | mx.array, ...] = tuple(run.start for run in plan.write)
         if self.array_start:
@@ -249,17 +249,41 @@ class PolicySteps:
             return end
         return end - min(end, max(0, self._sequence.high_water - self.ring_size))
 
+    @property
+    def room(self) -> int:
+        """Positions for which `rows` are enough."""
+        return self._sequence.capacity if self.rows >= self._row_limit else self.rows
+
+    def rows_of(self, layer: int) -> int:
+        """Rows that a layer has allocated."""
+        return self._allocated.get(layer, 0)
+
+    def rows_for(self, length: int, is_bare: bool = False) -> int:
+        """Rows once `length` positions have been asked for; they never become fewer.
+
+        is_bare: what is not allocated yet does not count.
+        """
+        least = 0 if is_bare and not self._allocated else self.rows
+        return max(least, self._allocated_rows(min(length, self._row_limit)))
+
+    def doubled(self, end: int) -> int:
+        """The length to ask for so that `end` positions fit: twice the rows, if they must grow."""
+        needed = min(end, self._row_limit)
+        return end if needed <= self.rows else grown_rows(self.rows, needed, self._row_limit)
+
     def reserve(self, length: int) -> None:
         """Ask for enough rows, at once, that `length` positions fit without growing again."""
-        rows = max(self.rows, self._allocated_rows(min(length, self._row_limit)))
-        if rows > self.rows and self.decode_at != NO_POSITION and not self.stop:
-            # The running step answers with all rows, of which there are about to be more.
-            self.stop = self.end
-        self._grow_to(rows)
+        rows = self.rows_for(length)
+        if rows > self.rows:
+            if self.decode_at != NO_POSITION and not self.stop:
+                # The running step answers with all rows, of which there are about to be more.
+                self.stop = self.end
+            self.rows = rows
+            self._behind = set(self._allocated)
 
     def has_grown(self, layer: int) -> None:
         """Note that `layer` has the rows that every layer must have."""
-        self._allocated.add(layer)
+        self._allocated[layer] = self.rows
         self._behind.discard(layer)
 
     def forget(self) -> None:
@@ -272,17 +296,12 @@ class PolicySteps:
     def restore(self, allocated: dict[int, int]) -> None:
         """Begin anew with layers that have so many rows each, by their index."""
         self.forget()
-        self._allocated = set(allocated)
+        self._allocated = dict(allocated)
         self.rows = max(allocated.values(), default=self.rows)
         self._behind = {layer for layer, rows in allocated.items() if rows < self.rows}
 
     def _allocated_rows(self, rows: int) -> int:
         return self._ring.whole(rows) if self._ring else rows
-
-    def _grow_to(self, rows: int) -> None:
-        if rows > self.rows:
-            self.rows = rows
-            self._behind = set(self._allocated)
 
     def _forget_masks(self, position: int) -> None:
         """Forget the masks of the step before, and that its rows were wanted in slot order."""
@@ -328,7 +347,9 @@ class PolicySteps:
         return mask
 
 
-def _refuse_mask(tokens: int, window: int) -> NoReturn:
-    if type(tokens) is not int or tokens < 1:
-        raise PositionError(f"a mask is for at least one token, got {tokens!r}")
-    raise ConfigError(f"the window of a mask must be 0 (none) or more, got {window}")
+def _refuse_mask(tokens: object, window: object, as_array: object) -> NoReturn:
+    if not is_integer(tokens, 1, MAX_CAPACITY):
+        raise PositionError(f"a mask is for at least one token, got {shortened(tokens)}")
+    if not is_integer(window, 0):
+        raise ConfigError(f"the window of a mask must be 0 (none) or more, got {shortened(window)}")
+    raise ConfigError(f"return_array is True or False, got {shortened(as_array)}")

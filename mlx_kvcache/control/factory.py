@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from mlx_kvcache.control.protocols import Cache
 from mlx_kvcache.errors import BuilderError, CacheKindError, RegistrationError
+from mlx_kvcache.facts.checks import shortened
 from mlx_kvcache.facts.config import CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry
 
@@ -56,8 +57,16 @@ class CacheFactory:
         self._lock = threading.Lock()
         self._builders: dict[Pair, Builder] = {}
         self._pending_group = group
-        for (backend, kind), builder in (builders or {}).items():
-            self._insert(backend, kind, builder)
+        given = {} if builders is None else builders
+        if not isinstance(given, Mapping) or not (group is None or isinstance(group, str)):
+            raise RegistrationError(
+                "builders come by (backend, kind), and a group of entry points by its name, got "
+                f"{shortened(builders)} and {shortened(group)}"
+            )
+        for pair, builder in given.items():
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise RegistrationError(f"a builder is for (backend, kind), got {shortened(pair)}")
+            self._insert(*pair, builder)
 
     def register(self, backend: str, kind: str, builder: Builder) -> None:
         """Add a builder. Raises `RegistrationError`, and changes nothing, for a pair that is

@@ -167,6 +167,10 @@ class CacheSession:
         factory: CacheFactory = FACTORY,
         registry: CacheRegistry = REGISTRY,
     ) -> None:
+        if not callable(getattr(factory, "build", None)) or isinstance(factory, type):
+            raise FaceError(
+                f"a session builds its cache with a CacheFactory, got {type(factory).__name__}"
+            )
         self._begin(partial(factory.build, backend, kind, geometry, config), registry)
 
     @classmethod
@@ -184,6 +188,10 @@ class CacheSession:
         return session
 
     def _begin(self, make: Callable[[], Cache], registry: CacheRegistry) -> None:
+        if not isinstance(registry, CacheRegistry):
+            raise FaceError(
+                f"a session installs its cache in a CacheRegistry, got {type(registry).__name__}"
+            )
         self._lock = threading.RLock()
         self._registry = registry
         self._make: Callable[[], Cache] | None = make

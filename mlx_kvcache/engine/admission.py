@@ -7,7 +7,7 @@ from time import perf_counter
 from mlx_kvcache.engine.requests import Request, Session
 from mlx_kvcache.engine.scheduler import Scheduler
 from mlx_kvcache.engine.sessions import Sessions
-from mlx_kvcache.errors import CapacityError, ConfigError, SessionError
+from mlx_kvcache.errors import CapacityError, ConfigError, MemoryLimitError, SessionError
 
 
 class Admission:
@@ -37,11 +37,12 @@ class Admission:
         """Raise what refuses a new request whose prompt has so many tokens."""
         if session is not None and parent is not None:
             raise ConfigError("a request continues a session or forks a parent, not both")
-        held = session or parent
+        held = session if session is not None else parent
         before = pending = 0
         if held is not None:
+            position = self._sessions.position(held)
             before = len(held.tokens)
-            pending = before - self._sessions.position(held)
+            pending = before - position
         if session is not None and session.request is not None:
             raise SessionError(
                 f"the session has an unfinished request ({session.request.number}); wait for it "
@@ -72,6 +73,10 @@ class Admission:
             return False
         if not self._scheduler.fits(self.need(request), self.free):
             return False
+        try:
+            self._check_memory(request)
+        except MemoryLimitError:
+            return False
         if session is None:
             session = (
                 self._sessions.new(request.host) if parent is None else self._sessions.fork(parent)
@@ -101,14 +106,33 @@ class Admission:
         return known + request.max_tokens - (0 if is_copied else position)
 
     def refuse_to_wait(self) -> None:
-        """Raise `CapacityError` when a request waits for room that nobody will give back."""
+        """Raise when a request waits for room that nobody will give back.
+
+        `MemoryLimitError` where it is memory that it waits for, else `CapacityError`.
+        """
         if self._scheduler.waiting:
             request = self._scheduler.waiting[0]
+            if self.need(request) <= self.free:
+                self._check_memory(request)
             raise CapacityError(
                 f"request {request.number} needs {self.need(request)} positions and {self.free} "
                 f"of {self._sessions.cache.capacity} are free, with no other request running: "
                 "idle sessions hold the rest; close some, or cancel the request"
             )
+
+    def _check_memory(self, request: Request) -> None:
+        """Raise `MemoryLimitError` unless there is memory for a request beside all that run."""
+        ends = {}
+        for each in self._scheduler.unread:
+            assert each.session is not None, "a request that runs has a session"
+            if each.session.sequence is not None:
+                ends[each.session.sequence] = each.begin + each.max_tokens
+        need, session = self.need(request), request.session
+        if session is None:
+            self._sessions.check_room(ends, (need,))
+        else:
+            ends[self._sessions.sequence(session)] = self._sessions.position(session) + need
+            self._sessions.check_room(ends)
 
     def _check_context(self, known: int, max_tokens: int) -> None:
         if known + max_tokens > self._max_context:

@@ -22,6 +22,7 @@ from mlx_kvcache.engine.requests import (
     Outcome,
     Request,
     Session,
+    check_choice,
     check_max_tokens,
     check_prompt,
     check_stop,
@@ -165,7 +166,7 @@ class Engine:
 
     def close(self, session: Session) -> None:
         """Forget a session, and cancel its request. Closing it again does nothing."""
-        if session.sequence is None:
+        if isinstance(session, Session) and session.sequence is None:
             return
         self._sessions.sequence(session)
         self._begin()
@@ -213,6 +214,7 @@ class Engine:
         try:
             tokens = check_prompt(prompt, self.vocabulary)
             check_max_tokens(max_tokens)
+            check_choice(sampling, sampler)
             check_sampling(sampling)
             stop_ids = check_stop(stop)
             self._admission.check_request(len(tokens), max_tokens, session, parent)
@@ -236,9 +238,9 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one step, and answer what was done for whom; nothing when the engine is idle.
 
-        Raises `CapacityError`, and changes nothing, when nothing runs and the first waiting
-        request does not fit beside the idle sessions. A request that fails is ended, and its
-        session closed, with its `error` set.
+        Raises `CapacityError`, or `MemoryLimitError`, and changes nothing, when nothing runs and
+        the first waiting request does not fit beside the idle sessions. A request that fails is
+        ended, and its session closed, with its `error` set.
         """
         if not self._advance() and not self._events:
             self._admission.refuse_to_wait()
@@ -258,6 +260,7 @@ class Engine:
 
     def follow(self, request: Request) -> None:
         """Run a step unless a request has ended; its events are told, those of others kept."""
+        self._check_own(request)
         if request.finish_reason is None and not self._advance():
             self._admission.refuse_to_wait()
         self._events = [event for event in self._events if event.request is not request]
@@ -267,8 +270,7 @@ class Engine:
 
         Raises `SessionError` for a request of another engine.
         """
-        if request.host is not self:
-            raise SessionError("the request belongs to another engine")
+        self._check_own(request)
         self._to_cancel.append(request)
 
     def compact(self) -> None:
@@ -278,6 +280,12 @@ class Engine:
         self._observe()
         self._sessions.defragment()
         mx.clear_cache()
+
+    def _check_own(self, request: Request) -> None:
+        if not isinstance(request, Request):
+            raise SessionError(f"a request is what submit answers, got {type(request).__name__}")
+        if request.host is not self:
+            raise SessionError("the request belongs to another engine")
 
     def _begin(self) -> None:
         """Prepare a verb; one that is interrupted is mended by the next."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from mlx_kvcache.control.history import TokenHistory
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.facts.checks import is_integer
+from mlx_kvcache.facts.checks import is_integer, shortened
 from mlx_kvcache.facts.config import MAX_CAPACITY
 from mlx_kvcache.integrations.sampling import Chooser, RandomState, Sampling
 
@@ -154,12 +154,14 @@ def ended(request: Request, reason: str, error: Exception | None = None) -> Outc
 
 def check_prompt(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
     """The token ids of a prompt. Raises `ConfigError`."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
+        raise ConfigError(f"a prompt is a sequence of token ids, got {shortened(prompt)}")
     tokens = tuple(prompt)
     for index, token in enumerate(tokens):
         if not is_integer(token, 0, vocabulary - 1):
             raise ConfigError(
-                f"token {index} of the prompt is {token!r}; the model's token ids are integers "
-                f"from 0 to {vocabulary - 1}"
+                f"token {index} of the prompt is {shortened(token)}; the model's token ids are "
+                f"integers from 0 to {vocabulary - 1}"
             )
     return tokens
 
@@ -167,12 +169,25 @@ def check_prompt(prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
 def check_max_tokens(max_tokens: object) -> None:
     """Raise `ConfigError` unless this is a number of tokens."""
     if not is_integer(max_tokens, 0, MAX_CAPACITY):
-        raise ConfigError(f"max_tokens must be an integer >= 0, got {max_tokens!r}")
+        raise ConfigError(f"max_tokens must be an integer >= 0, got {shortened(max_tokens)}")
 
 
 def check_stop(stop: Sequence[int]) -> frozenset[int]:
     """The stop ids as a set. Raises `ConfigError`."""
+    if not isinstance(stop, list | tuple | Set):
+        raise ConfigError(f"stop ids are given in a list or a set, got {shortened(stop)}")
     for token in stop:
         if not is_integer(token):
-            raise ConfigError(f"stop ids must be integers, got {token!r}")
+            raise ConfigError(f"stop ids must be integers, got {shortened(token)}")
     return frozenset(stop)
+
+
+def check_choice(sampling: object, sampler: object) -> None:
+    """Raise `ConfigError` unless these can choose tokens."""
+    if not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling must be a Sampling, got {shortened(sampling)}")
+    if sampler is not None and not callable(sampler):
+        raise ConfigError(
+            "a sampler is a function from log-probabilities [1, vocabulary] to a token [1], got "
+            f"{shortened(sampler)}"
+        )

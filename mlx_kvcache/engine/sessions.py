@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 from weakref import WeakSet
 
@@ -65,6 +66,15 @@ class Sessions:
             return 0
         return sum(map(self.cache.position, self.cache.sequences)) - self.cache.used
 
+    def check_room(self, ends: Mapping[int, int], begun: tuple[int, ...] = ()) -> None:
+        """Raise `MemoryLimitError` unless sequences can reach these lengths, and others begin.
+
+        Nothing where the cache, another package's perhaps, does not say.
+        """
+        check = getattr(self.cache, "check_room", None)
+        if check is not None:
+            check(ends, begun)
+
     def new(self, host: Host) -> Session:
         """An empty session."""
         return self._adopt(host, self.cache.new(), [])
@@ -104,6 +114,10 @@ class Sessions:
 
     def sequence(self, session: Session) -> int:
         """The sequence of a session. Raises `SessionError`."""
+        if not isinstance(session, Session):
+            raise SessionError(
+                f"a session is what open and fork answer, got {type(session).__name__}"
+            )
         if session.sequence is None:
             raise SessionError("the session is closed; open or fork another")
         if session not in self._live:

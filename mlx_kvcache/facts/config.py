@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 
 from mlx_kvcache.errors import ConfigError, GeometryError
-from mlx_kvcache.facts.checks import is_integer
+from mlx_kvcache.facts.checks import is_integer, shortened
 from mlx_kvcache.facts.geometry import CacheGeometry
 
 #: MLX indexes rows with 32-bit integers, so no cache can hold more positions than this.
@@ -66,10 +66,10 @@ def item_size(kv_dtype: str | None) -> int:
     """
     if kv_dtype is None:
         return 2
-    if kv_dtype not in KV_DTYPES:
+    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
         raise ConfigError(
             f"kv_dtype must be one of {', '.join(KV_DTYPES)} or None (the model's own), "
-            f"got {kv_dtype!r}"
+            f"got {shortened(kv_dtype)}"
         )
     return ITEM_SIZES[kv_dtype]
 
@@ -106,7 +106,7 @@ def _outside_of_package() -> int:
 
 def _require(field: str, value: object, minimum: int, remedy: str) -> None:
     if not is_integer(value):
-        raise ConfigError(f"{field} must be an integer, got {value!r}; {remedy}")
+        raise ConfigError(f"{field} must be an integer, got {shortened(value)}; {remedy}")
     if not is_integer(value, minimum, MAX_CAPACITY):
         raise ConfigError(
             f"{field} must be between {minimum} and {MAX_CAPACITY}, got {value}; {remedy}"

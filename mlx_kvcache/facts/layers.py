@@ -6,12 +6,13 @@ business and never stands here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from mlx_kvcache.errors import GeometryError
-from mlx_kvcache.facts.checks import is_integer
+from mlx_kvcache.facts.checks import is_integer, shortened
 
 _Item = TypeVar("_Item")
 
@@ -23,10 +24,22 @@ def _require_integer(name: str, value: object, minimum: int) -> None:
         raise GeometryError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
+def _require_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise GeometryError(f"{name} must be True or False, got {shortened(value)}")
+
+
 def _as_tuple(name: str, values: object, item: type[_Item]) -> tuple[_Item, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise GeometryError(f"{name} must be a sequence of {item.__name__}, got {values!r}")
-    made = tuple(values)
+    made: tuple[Any, ...] | None = None
+    # What has no order, or is made of integers by chance, is not meant.
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Set | Mapping):
+        # An array without axes says that it can be iterated.
+        with contextlib.suppress(TypeError):
+            made = tuple(values)
+    if made is None:
+        raise GeometryError(
+            f"{name} must be a sequence of {item.__name__}, got {shortened(values)}"
+        )
     for value in made:
         if not isinstance(value, item):
             raise GeometryError(f"{name} must hold {item.__name__} only, got {value!r}")
@@ -44,8 +57,11 @@ class LayerPolicy:
     window: int = 0
 
     def __post_init__(self) -> None:
+        # Not every value can be compared with a string.
+        if not isinstance(self.kind, str):
+            raise GeometryError(f"a layer policy is 'flat' or 'ring', got {shortened(self.kind)}")
         if self.kind == "flat":
-            if self.window != 0:
+            if not is_integer(self.window, 0, 0):
                 raise GeometryError(f"a flat layer has window 0, got {self.window!r}")
         elif self.kind == "ring":
             _require_integer("the window of a ring layer", self.window, 1)
@@ -92,6 +108,7 @@ class LayerGeometry:
         _require_integer("kv_heads", self.kv_heads, 1)
         _require_integer("key_dim", self.key_dim, 1)
         _require_integer("value_dim", self.value_dim, 0)
+        _require_flag("shared", self.shared)
 
     @property
     def elements_per_position(self) -> int:
@@ -112,6 +129,12 @@ class ModelLayer:
     caches: tuple[int, ...] = ()
     shares: bool = False
     recurrent: bool = False
+
+    def __post_init__(self) -> None:
+        caches = _as_tuple("the caches of a model layer", self.caches, int)
+        object.__setattr__(self, "caches", caches)
+        _require_flag("shares", self.shares)
+        _require_flag("recurrent", self.recurrent)
 
 
 @dataclass(frozen=True)
@@ -139,7 +162,7 @@ class LayerMap:
             each = tuple(ModelLayer((index,)) for index in range(len(self.layers)))
             object.__setattr__(self, "model_layers", each)
         for number, layer in enumerate(self.model_layers):
-            for index in _as_tuple(f"caches of model layer {number}", layer.caches, int):
+            for index in layer.caches:
                 if not is_integer(index, 0, len(self.layers) - 1):
                     raise GeometryError(
                         f"model layer {number} reads cache layer {index}, "

@@ -21,6 +21,7 @@ from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
 from mlx_kvcache.cache.snapshot import Snapshot
 from mlx_kvcache.errors import GeometryError, RewindError, SnapshotError
+from mlx_kvcache.facts.checks import is_integer, shortened
 from mlx_kvcache.facts.config import (
     DEFAULT_INITIAL_CAPACITY,
     DEFAULT_SPARE,
@@ -61,8 +62,11 @@ class MLXLMLayer(SequenceLayer):
     def trim(self, n: int) -> int:
         """Forget the newest `n` tokens of this layer (at most all) and answer how many.
 
-        Raises `RewindError`, and changes nothing, when a ring has overwritten what is needed.
+        Raises `RewindError`, and changes nothing, when a ring has overwritten what is needed, or
+        for what is no number of tokens.
         """
+        if not is_integer(n, 0):
+            raise RewindError(f"a number of tokens >= 0 is trimmed, got {shortened(n)}")
         target = max(0, self.offset - n)
         trimmed = self.offset - target
         if trimmed:
@@ -152,6 +156,8 @@ class PromptCache(list[Any]):
         self.sequence.rewind(position)
 
     def _check_rewind(self, position: int) -> None:
+        if not is_integer(position):
+            raise RewindError(f"a rewind needs an integer position, got {shortened(position)}")
         if position != self.length and self.recurrent:
             raise RewindError(
                 f"cannot rewind from {self.length} to {position}: the model has recurrent layers, "
@@ -164,7 +170,16 @@ class PromptCache(list[Any]):
         return tuple(copy.deepcopy([vars(entry) for entry in self.recurrent]))
 
     def restore_recurrent(self, states: RecurrentStates) -> None:
-        """Put the recurrent entries alone back to what they held; the layers stay."""
+        """Put the recurrent entries alone back to what they held; the layers stay.
+
+        Raises `SnapshotError`, and changes nothing, for what is not one state for each of them.
+        """
+        is_states = isinstance(states, tuple) and all(isinstance(each, dict) for each in states)
+        if not is_states or len(states) != len(self.recurrent):
+            raise SnapshotError(
+                f"{len(self.recurrent)} recurrent states are needed, as recurrent_states() answers "
+                f"them, got {shortened(states)}"
+            )
         for entry, state in zip(self.recurrent, copy.deepcopy(states), strict=True):
             vars(entry).clear()
             vars(entry).update(state)

@@ -6,7 +6,7 @@ Our own figures come from the layouts themselves. mlx-lm's follow its cache clas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mlx_kvcache.errors import CapacityError, ConfigError
@@ -66,6 +66,15 @@ def sequence_rows(config: CacheConfig) -> RowRule:
         return Extent(held, layout.whole(grown_rows(layout.whole(start), held, layout.size)))
 
     return rows
+
+
+def growth_bytes(layers: Iterable[tuple[int, int]]) -> int:
+    """The bytes to be had for layers to grow, given the bytes that each holds and will hold.
+
+    New rows are allocated beside the old ones. These are freed when they were copied, but MLX may
+    have asked for those of all other layers by then, and freed memory comes back in pieces.
+    """
+    return sum(wanted for held, wanted in layers if wanted > held)
 
 
 def mlx_lm_rows(policy: LayerPolicy, tokens: int) -> Extent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from mlx_kvcache.errors import (
     CapacityError,
@@ -38,7 +39,10 @@ class SequenceLayout:
     same. A refused call changes nothing.
 
     unwritten: how many layers have yet to follow the newest step, or the newest `rewind_layer`.
-    Whoever moves rows counts it down; until it is 0, no step begins.
+    Whoever moves rows counts it down; until it is 0, no step begins. kept: what puts back the rows
+    that the running step overwrites although its start needs them, by layer: whoever moves rows
+    keeps it until the step is done. room: up to which position every layer may have rows; whoever
+    allocates them sets it.
     """
 
     def __init__(self, policies: Sequence[LayerPolicy], capacity: int, spare: int) -> None:
@@ -57,7 +61,11 @@ class SequenceLayout:
         self._high_water = 0
         # Where the newest step or rewind began: a position at which every layer stood.
         self._start: int | None = None
+        # The high water before the newest step.
+        self._former_high_water = 0
         self.unwritten = 0
+        self.kept: dict[int, Any] | None = None
+        self.room = 0
 
     @property
     def length(self) -> int:
@@ -77,7 +85,21 @@ class SequenceLayout:
     @property
     def rewind_floor(self) -> int:
         """The lowest position, other than 0, to which every layer can go back."""
-        return max(layout.rewind_floor(self._high_water) for layout in self._distinct.values())
+        return self._floor(self._certain_high_water)
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether the step that runs overwrites rows that its own start needs, and are kept."""
+        start = self._start
+        return bool(self.unwritten) and start is not None and self._floor(self._high_water) > start
+
+    @property
+    def _certain_high_water(self) -> int:
+        """The high water of the rows that are there once what is kept was put back."""
+        return self._former_high_water if self.is_overwritten else self._high_water
+
+    def _floor(self, high_water: int) -> int:
+        return max(layout.rewind_floor(high_water) for layout in self._distinct.values())
 
     @property
     def _settled(self) -> int:
@@ -85,7 +107,9 @@ class SequenceLayout:
         return self._length if self._start is None or not self.unwritten else self._start
 
     def can_extend(self, count: int = 1) -> bool:
-        """Whether `count` more positions fit."""
+        """Whether `count` more positions fit. Raises `CapacityError` for what is no such number."""
+        if not is_integer(count, 0):
+            raise CapacityError(f"a number of positions >= 0 may be asked for, got {count!r}")
         return self._length + count <= self.capacity
 
     def admit(self, position: int, count: int) -> None:
@@ -153,9 +177,10 @@ class SequenceLayout:
                 return
         high = self._high_water if self._high_water > end else end
         # One statement, which an interrupt finds done or not begun.
-        self._start, self._length, self._high_water, self.unwritten = (
-            position, end, high, len(self._layers),
-        )  # fmt: skip
+        (
+            self._start, self._length, self._former_high_water, self._high_water, self.unwritten,
+            self.kept,
+        ) = position, end, self._high_water, high, len(self._layers), None  # fmt: skip
 
     def check_rewind(self, position: int) -> None:
         """Raise `RewindError` unless `rewind(position)` is possible now."""
@@ -193,9 +218,21 @@ class SequenceLayout:
             self.clear()
             return
         if position < self._length:
-            self._length = position
-            self._start = None
+            self._stand(position, self._certain_high_water, None, 0)
         self.unwritten = 0
+
+    def begin_rewind(self, position: int) -> None:
+        """Rewind, not to 0, and let no step begin until `end_rewind`: rows are yet to be put back.
+
+        May be repeated. Raises `RewindError`, and changes nothing, as `rewind` does.
+        """
+        self.check_rewind(position)
+        high_water = self._certain_high_water
+        self._stand(position, high_water, position, len(self._layers), self.kept)
+
+    def end_rewind(self, behind: int = 0) -> None:
+        """Everything that was kept is in its place; so many layers are yet to follow."""
+        self.unwritten, self.kept = behind, None
 
     def rewind_layer(self, position: int) -> None:
         """Rewind for one layer of those that go back one by one; the first takes the length along.
@@ -205,12 +242,18 @@ class SequenceLayout:
         if position == self._length and position == self._start and self.unwritten:
             self.unwritten -= 1
             return
+        self.check_rewind(position)
+        ahead = self.layers_ahead(position)
+        if not position:
+            self.room = 0
+        high_water = self._certain_high_water if position else 0
+        self._stand(position, high_water, position, ahead - 1)
+
+    def layers_ahead(self, position: int) -> int:
+        """How many layers go back when each that is ahead of `position` does."""
         # Of a step that was not finished, only those go back that have written it.
         torn = position == self._start and self.unwritten
-        ahead = len(self._layers) - (self.unwritten if torn else 0)
-        self.rewind(position)
-        self._start = position
-        self.unwritten = ahead - 1
+        return len(self._layers) - (self.unwritten if torn else 0)
 
     def clear(self) -> None:
         """Forget every position, and with them the high water."""
@@ -218,7 +261,19 @@ class SequenceLayout:
 
     def restore(self, length: int, high_water: int) -> None:
         """Stand where a sequence of the same layers stood."""
-        self._length = length
-        self._high_water = high_water
-        self._start = None
-        self.unwritten = 0
+        self.room = 0
+        self._stand(length, high_water, None, 0)
+
+    def _stand(
+        self,
+        length: int,
+        high_water: int,
+        start: int | None,
+        unwritten: int,
+        kept: dict[int, Any] | None = None,
+    ) -> None:
+        # One statement, which an interrupt finds done or not begun.
+        (
+            self._length, self._high_water, self._former_high_water, self._start, self.unwritten,
+            self.kept,
+        ) = length, high_water, high_water, start, unwritten, kept  # fmt: skip

@@ -151,6 +151,11 @@ class SharedLayout(ABC, Generic[Member]):
             self._is_torn = False
         return step
 
+    def stand(self, standing: Standing[Member]) -> None:
+        """Stand as before a placement that was refused after all; what follows is derived anew."""
+        self._is_torn = True
+        self.now = standing
+
     def finish_step(self) -> None:
         """Record that every layer has written the placed step."""
         now = self.now

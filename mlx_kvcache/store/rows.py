@@ -6,7 +6,7 @@ A cache layer has a `RowStore`; nothing above asks how it keeps its rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import mlx.core as mx
 from mlx.core import slice_update
@@ -105,6 +105,9 @@ class RowStore(Protocol):
     def copy(self) -> RowStore:
         """A store of the same rows, which shares them until either is written."""
 
+    def become(self, other: Self) -> None:
+        """Hold the rows of a store of the same kind, which is given up."""
+
     def replace(self, name: str, array: mx.array) -> None:
         """Put an array in the place of the buffer `name`. Raises `UpdateShapeError`."""
 
@@ -178,6 +181,12 @@ class DenseRows:
 
     def copy(self) -> DenseRows:
         return DenseRows(self.keys, self.values)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> DenseRows:
+        return self.copy()
+
+    def become(self, other: Self) -> None:
+        self.keys, self.values = other.keys, other.values
 
     def replace(self, name: str, array: mx.array) -> None:
         held = getattr(self, name)

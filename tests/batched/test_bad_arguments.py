@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
@@ -22,34 +21,10 @@ from tests.support.many_sequences_driver import (
     geometry_of,
     observe,
 )
+from tests.support.strange_values import STRANGE as VALUES
 
 CACHES = [MLXCellCache, MLXBatchedSequenceCache]
-STRANGE: dict[str, Any] = {
-    "a string": "30",
-    "an empty string": "",
-    "a negative number": -5,
-    "a bool": True,
-    "a float": 1.5,
-    "not a number": float("nan"),
-    "a large number": 10**30,
-    "bytes": b"ab",
-    "a list": [],
-    "a nested list": [[1, 2], [3]],
-    "a dict": {},
-    "an object": object(),
-    "a numpy number": np.int64(99),
-    "a numpy array": np.zeros((1, HEADS, 2, KEY_DIM), np.float32),
-    "a numpy scalar array": np.array(1.5),
-    "an mlx array": mx.zeros((3,)),
-    "an mlx scalar": mx.array(1.5),
-    "a type": int,
-}
-#: Those that are right for an option.
-NUMBERS = {
-    "scale": {"a negative number", "a float", "a numpy number", "a large number"},
-    "softcap": {"a float", "a numpy number", "a large number"},
-}
-VALUES = STRANGE | {"None": None}
+STRANGE = {kind: value for kind, value in VALUES.items() if kind != "None"}
 
 
 def made(cache_class: type[Any]) -> Any:

@@ -156,7 +156,7 @@ class Session:
         self.left_behind: list[tuple[MLXSequenceCache, tuple[Any, ...]]] = []
         self.held: list[tuple[mx.array, tuple[Any, ...]]] = []
         self.pending: list[Callable[[], None]] = []
-        self.high_water = 0
+        self.high_water = self.former_high_water = 0
         storage = None if kv_dtype is None else DTYPES[kv_dtype]
         self.truths = [Truth(shape, storage) for shape in shapes]
 
@@ -182,12 +182,24 @@ class Session:
         return window + min(self.config.spare, capacity) - 1 if window else 0
 
     def floor(self) -> int:
-        """The floor rule, which the layout tests prove slot by slot."""
+        """The floor rule, which the layout tests prove slot by slot.
+
+        Of a step that some layers lack, nothing that its start needs is lost.
+        """
+        return self._floor(self._certain_high_water())
+
+    def _floor(self, high_water: int) -> int:
         floors = [0]
         for layer, shape in enumerate(self.shapes):
-            if shape.window > 1 and self.high_water > self.ring_size(layer):
-                floors.append(self.high_water - min(self.config.spare, self.config.capacity))
+            if shape.window > 1 and high_water > self.ring_size(layer):
+                floors.append(high_water - min(self.config.spare, self.config.capacity))
         return max(floors)
+
+    def _certain_high_water(self) -> int:
+        overwrites = self._floor(self.high_water) > self.shortest
+        if self.shortest < self.length and overwrites:
+            return self.former_high_water
+        return self.high_water
 
     def rows(self, layer: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         shape = self.shapes[layer]
@@ -301,6 +313,8 @@ class Session:
         policy asked before it, or unasked. reserve: (after this many layers, this length).
         """
         asked: dict[int, tuple[list[Mask], int | None]] = {}
+        if self.shortest == self.length:
+            self.former_high_water = self.high_water
         for number, layer in enumerate(self.layers if order is None else order):
             if reserve is not None and reserve[0] == number:
                 for cache in self.caches:
@@ -385,6 +399,7 @@ class Session:
         self._forget(0)
 
     def _forget(self, position: int) -> None:
+        self.high_water = self._certain_high_water()
         for truth in self.truths:
             del truth.rows[position:]
         if position == 0:
