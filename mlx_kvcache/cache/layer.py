@@ -106,8 +106,9 @@ class SequenceLayer:
         keys = slice_update(store.keys, keys, steps.start, ROW_AXIS)  # type: ignore[arg-type]
         values = slice_update(store.values, values, steps.start, ROW_AXIS)  # type: ignore[arg-type]
         store.keys, store.values = keys, values
-        self.offset = steps.end
-        self._sequence.unwritten -= 1
+        sequence = self._sequence
+        # One statement, which an interrupt finds done or not begun.
+        self.offset, sequence.unwritten = steps.end, sequence.unwritten - 1
         stop = steps.stop
         if not stop:
             return keys, values
@@ -118,8 +119,8 @@ class SequenceLayer:
         """A decode step whose row the host knows."""
         steps, start = self._steps, self._steps.start
         self.store.write(Placement((Run(self.offset, 1),), (start,)), keys, values)
-        self.offset = steps.end
-        self._sequence.unwritten -= 1
+        sequence = self._sequence
+        self.offset, sequence.unwritten = steps.end, sequence.unwritten - 1
         return self.store.read((Run(0, steps.stop or self.store.rows),)).dense()
 
     def write(self, keys: mx.array, values: mx.array) -> RowView:
@@ -157,8 +158,8 @@ class SequenceLayer:
         else:
             store.write(step.placement, keys, values)
             view = store.read(step.read)
-        self.offset = step.end
-        self._sequence.unwritten -= 1
+        sequence = self._sequence
+        self.offset, sequence.unwritten = step.end, sequence.unwritten - 1
         return view
 
     def read_again(self) -> RowView:

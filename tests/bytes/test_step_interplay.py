@@ -221,6 +221,29 @@ def test_an_interrupt_anywhere_in_a_step_costs_no_earlier_step() -> None:
     assert reached > 20
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_a_step_that_was_interrupted_in_a_layer_is_finished_by_those_that_lack_it(
+    form: str, count: int
+) -> None:
+    """Each layer is counted once, when it has written: no line leaves one too many to wait for."""
+    reached = 0
+    for line in itertools.count():
+        cache = make_cache(simple_geometry(0, 3), CacheConfig(100, spare=4), form)
+        for layer in (0, 1):
+            _write(cache, layer, 8)
+        if not interrupted_at(line, lambda cache=cache: _write(cache, 0, count)):
+            break
+        reached += 1
+        for layer in (0, 1):
+            if cache.layers[layer].offset == 8:
+                _write(cache, layer, count)
+        for layer in (0, 1):
+            _write(cache, layer, 1)
+        assert [layer.offset for layer in cache.layers] == [9 + count] * 2
+    assert reached > 20
+
+
 def interrupted_at(line: int, call: Callable[[], object]) -> bool:
     """Whether a KeyboardInterrupt before the line executed after so many others ended the call."""
     seen = itertools.count()
