@@ -82,6 +82,7 @@ class History(ABC):
     def call(self, verb: Callable[[], Any]) -> bool:
         """Run a verb, which may be interrupted; whether it was not."""
         fuse = None
+        self.was_in_thread = False
         if self.chance(self.interrupt_chance):
             fuse = Fuse(int(2 ** self.random.uniform(0, LAST_POINT_LOG2)) - 1)
         guarded = verb if fuse is None else lambda: fuse.call(verb)
@@ -103,6 +104,7 @@ class History(ABC):
     def _call_in_thread(self, verb: Callable[[], Any]) -> None:
         self.settle_thread()
         self.tell("in a thread")
+        self.was_in_thread = True
         self.met["in a thread"] += 1
         raised: list[BaseException] = []
 

@@ -105,6 +105,8 @@ class LongSession(Session):
             del truth.rows[layer.offset :]
             if layer.offset == start:
                 lag.append(layer.index)
+        torn = self.cache.layout.unwritten
+        assert torn == len(lag) or (not torn and len(lag) == len(self.shapes)), "miscounted"
         self._took_high_water(high_water, start + count)
         return lag
 
