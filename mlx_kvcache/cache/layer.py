@@ -264,18 +264,19 @@ class SequenceLayer:
 
     def settle(self, position: int) -> None:
         """Stand at `position`, with the rows that the layers of the same policy have by now."""
-        self.offset = position
+        # First, so that an interrupt leaves no step that this position would be taken for.
+        self._steps.forget()
         if not position:
             # The next rows may have another dtype, which a decode step would not look for.
             self._key_shape = self._value_shape = None
-        self._steps.forget()
+        self.offset = position
         self.grow(self._steps.rows)
 
     def grow(self, rows: int) -> None:
         """Append rows up to `rows`, and tell the steps of the policy that it was done."""
         self.store.grow(rows)
         if self.store.rows:
-            self._steps.has_grown(self.index)
+            self._steps.has_grown(self.index, self.store.rows)
 
     def hold(self) -> LayerState:
         """What the layer holds, which stays as it is when the layer goes on."""

@@ -257,9 +257,10 @@ class PolicySteps:
             self.stop = self.end
         self._grow_to(rows)
 
-    def has_grown(self, layer: int) -> None:
-        """Note that `layer` has the rows that every layer must have."""
+    def has_grown(self, layer: int, rows: int) -> None:
+        """Note that `layer` has the rows that every layer must have; more, after an interrupt."""
         self._allocated.add(layer)
+        self._grow_to(rows)
         self._behind.discard(layer)
 
     def forget(self) -> None:
@@ -281,8 +282,8 @@ class PolicySteps:
 
     def _grow_to(self, rows: int) -> None:
         if rows > self.rows:
-            self.rows = rows
-            self._behind = set(self._allocated)
+            # One statement, which an interrupt finds done or not begun.
+            self.rows, self._behind = rows, set(self._allocated)
 
     def _forget_masks(self, position: int) -> None:
         """Forget the masks of the step before, and that its rows were wanted in slot order."""

@@ -218,7 +218,9 @@ class SequenceLayout:
 
     def restore(self, length: int, high_water: int) -> None:
         """Stand where a sequence of the same layers stood."""
-        self._length = length
-        self._high_water = high_water
-        self._start = None
-        self.unwritten = 0
+        # One statement, which an interrupt finds done or not begun.
+        self._length, self._high_water, self._start, self.unwritten = length, high_water, None, 0
+
+    def distrust(self) -> None:
+        """Refuse every step until `restore`, `clear` or a rewind to 0: rows are being exchanged."""
+        self._length, self._high_water, self._start, self.unwritten = 0, 0, None, len(self._layers)
