@@ -149,6 +149,8 @@ class SequenceLayer:
         self._allocate_for(keys, values)
         if step.joined:
             view = store.read_before(step.read, keys, values)
+            # Aside: once the rows are written, a step that was interrupted could not read them.
+            store = store.copy()
             store.write(step.placement, keys, values)
             # Whoever evaluates the answer evaluates the write, which else would be left to a
             # stream of this thread.
@@ -159,7 +161,7 @@ class SequenceLayer:
             store.write(step.placement, keys, values)
             view = store.read(step.read)
         sequence = self._sequence
-        self.offset, sequence.unwritten = step.end, sequence.unwritten - 1
+        self.store, self.offset, sequence.unwritten = store, step.end, sequence.unwritten - 1
         return view
 
     def read_again(self) -> RowView:

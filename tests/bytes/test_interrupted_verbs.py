@@ -1,4 +1,4 @@
-"""A verb that was interrupted anywhere: what follows is refused or right, and it may be repeated."""
+"""A verb that was interrupted anywhere: what follows is refused or right; it may be repeated."""
 
 from __future__ import annotations
 
