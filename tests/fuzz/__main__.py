@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pool = Pool(chosen.seed, chosen.histories, only, chosen.workers)
     ended = _watch(pool, began, chosen)
     seconds = time.monotonic() - began
-    failed = _sum_up(pool.totals, seconds, ended, chosen.only)
+    failed = _sum_up(pool.totals, seconds, ended)
     return 1 if failed else 0
 
 
@@ -111,7 +111,7 @@ def _tell(failure: Failure, only: str) -> None:
     sys.stdout.flush()
 
 
-def _sum_up(totals: Totals, seconds: float, ended: str, only: str) -> bool:
+def _sum_up(totals: Totals, seconds: float, ended: str) -> bool:
     """Print what was run and met; whether anything is wrong with it."""
     print(f"\n{totals.done} histories in {seconds:.0f} s ({totals.done / seconds:.1f}/s)", end="")
     print(f", ended since {ended}" if ended else "")

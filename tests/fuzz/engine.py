@@ -249,5 +249,3 @@ class EngineHistory(History):
 
     def settle_thread(self) -> None:
         mx.eval(self.engine.cache.state)
-
-

@@ -51,10 +51,10 @@ class History(ABC):
     def check(self) -> None:
         """Compare everything with the oracle."""
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027 (most have nothing more)
         """Check what can only be checked at the end."""
 
-    def settle_thread(self) -> None:
+    def settle_thread(self) -> None:  # noqa: B027 (few leave anything)
         """Leave nothing that only the running thread can compute."""
 
     def turn(self, index: int) -> None:

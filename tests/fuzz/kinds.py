@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from tests.fuzz.engine import EngineHistory
 from tests.fuzz.history import History
+from tests.fuzz.layout import LayoutHistory
 from tests.fuzz.many import BatchedHistory, CellHistory
+from tests.fuzz.prompt_cache import PromptCacheHistory
 from tests.fuzz.sequence import SequenceHistory
 
 #: How many histories of a hundred are of each kind.
 SHARES: dict[type[History], float] = {
-    SequenceHistory: 34,
-    CellHistory: 26,
-    BatchedHistory: 20,
+    SequenceHistory: 32,
+    CellHistory: 23,
+    BatchedHistory: 15,
+    PromptCacheHistory: 13,
+    LayoutHistory: 14,
+    EngineHistory: 3,
 }
 KINDS: dict[str, type[History]] = {kind.kind: kind for kind in SHARES}
 

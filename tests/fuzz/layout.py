@@ -17,8 +17,8 @@ class LayoutHistory(History):
     turns = 16
     thread_chance = 0.0
     must_meet: ClassVar[tuple[str, ...]] = (
-        "interrupts", "a ring wrapped", "refused rewind", "rewind past a wrap", "interrupted append",
-        "interrupted rewind", "interrupted clear",
+        "interrupts", "a ring wrapped", "refused rewind", "rewind past a wrap",
+        "interrupted append", "interrupted rewind", "interrupted clear",
     )  # fmt: skip
 
     def begin(self) -> None:

@@ -201,7 +201,9 @@ class ManyHistory(History):
         driver = self.driver
         snapshot, after = self.random.choice(self.snapshots)
         if self.chance(0.25):
-            driver.cache = self.cache_class(geometry_of(driver.windows, driver.shared), driver.config)
+            driver.cache = self.cache_class(
+                geometry_of(driver.windows, driver.shared), driver.config
+            )
             expect(driver, Books({}, {}))
 
         def restore() -> None:
@@ -357,9 +359,7 @@ class ManyHistory(History):
         cache, step = driver.cache, driver.declare(spans)
         verb = self.random.choice(("new", "fork", "remove", "rewind"))
         self.tell(verb)
-        if verb in ("new", "fork") and len(driver.truth) < MOST_SEQUENCES:
-            getattr(self, verb)()
-        elif verb in ("remove", "rewind"):
+        if verb in ("remove", "rewind") or len(driver.truth) < MOST_SEQUENCES:
             getattr(self, verb)()
         declared = cache.layout.now.declared
         if declared is not step:
@@ -434,5 +434,3 @@ class BatchedHistory(ManyHistory):
         *(what for what in ManyHistory.must_meet if what != "reserve"),
         "a ring wrapped", "refused rewind", "refused fork",
     )  # fmt: skip
-
-

@@ -110,12 +110,8 @@ class Pool:
             if "begin" in said:
                 seed, begun = said["begin"], begun + 1
             elif "failed" in said:
-                self._note(
-                    Failure(
-                        said["error"], said["seed"], said["failed"], said["told"], said["skip"],
-                        said["trace"],
-                    )  # fmt: skip
-                )
+                names = ("error", "seed", "failed", "told", "skip", "trace")
+                self._note(Failure(*(said[name] for name in names)))
             elif "leaked" in said:
                 self._note(Failure(said["leaked"], said["first"], count=count))
             else:

@@ -149,16 +149,21 @@ class PromptCacheHistory(SequenceHistory):
     def restore(self) -> None:
         moment: Any = self.random.choice(self.moments)
         self.tell(len(moment.rows.rows[0]), "from", self.session.length)
-        if not self.call(lambda: self.go_back(moment)):
-            # No step in between is taken for one of a cache that is whole.
-            went_on = self._goes_on(4)
-            self.session.pending.clear()
-            if went_on:
-                self._is_of_one_moment(moment)
+        session = self.session
+        if self.call(lambda: self.go_back(moment)):
+            return
+        if session.is_at_rest():
+            # Rows and states of one moment, or the other.
+            session.holds_one_of(session.moment([]), moment.rows)
+            if self._held() != self.states:
+                session.hold_moment(moment.rows)
+                assert session.holds_rows()
+                self.states = moment.states
+            self.meets("went on unmended")
+        else:
+            self.refuses_steps()
+            session.pending.clear()
             self.go_back(moment)
-
-    def _is_of_one_moment(self, moment: PromptMoment) -> None:
-        assert self._held() == self.states, "the layers stand where the recurrent states do not"
 
     def go_back(self, moment: Any) -> None:
         self.prompt.restore(moment.rows.snapshots[0])

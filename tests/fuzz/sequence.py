@@ -22,11 +22,11 @@ class SequenceHistory(History):
     kind = "sequence"
     turns = 18
     must_meet: ClassVar[tuple[str, ...]] = (
-        "interrupts", "a ring wrapped", "refused rewind", "rewind past a wrap", "step finished later",
-        "step taken back", "clear was all that was left", "restore", "fork_at", "copy", "reserve", "in a thread",
-        "interrupted restore", "interrupted step", "interrupted rewind", "interrupted reserve", "torn",
-        "went on unmended", "refused unmended", "batch", "several KV heads", "shared KV", "window 1",
-        "spare 1", "stored as another dtype",
+        "interrupts", "a ring wrapped", "refused rewind", "rewind past a wrap", "torn",
+        "step finished later", "step taken back", "clear was all that was left", "restore",
+        "fork_at", "copy", "reserve", "in a thread", "interrupted restore", "interrupted step",
+        "interrupted rewind", "interrupted reserve", "went on unmended", "refused unmended",
+        "batch", "several KV heads", "shared KV", "window 1", "spare 1", "stored as another dtype",
     )  # fmt: skip
 
     def begin(self) -> None:
@@ -105,7 +105,9 @@ class SequenceHistory(History):
     def questions(self) -> list[Question | None]:
         """Each policy asks for nothing, for one mask that is shared, or for each layer's own."""
         windows = [shape.window for shape in self.session.shapes]
-        modes = {window: self.random.choice(("none", "first", "first", "each")) for window in windows}
+        modes = {
+            window: self.random.choice(("none", "first", "first", "each")) for window in windows
+        }
         shared = {window: self._question() for window in windows}
         questions: list[Question | None] = []
         for layer, window in enumerate(windows):
@@ -184,7 +186,9 @@ class SequenceHistory(History):
         """Some layers are never called."""
         session, count = self.session, self._count()
         start = session.length
-        written = self.random.sample(session.layers, self.random.randint(1, len(session.layers) - 1))
+        written = self.random.sample(
+            session.layers, self.random.randint(1, len(session.layers) - 1)
+        )
         self.tell(count, written)
         session.step(count, self.questions(), written)
         self.mend_step(start, count, [n for n in session.layers if n not in written])
@@ -247,12 +251,19 @@ class SequenceHistory(History):
         self.tell(len(moment.rows[0]), "from", session.length)
         if self.call(lambda: self.go_back(moment)):
             return
-        # Nothing may be taken for whole that is not; what is refused is restored again, or cleared.
-        was = session.moment([])
-        if self._goes_on(6):
+        if session.is_at_rest():
+            # Begun not at all, or done already.
+            session.holds_one_of(session.moment([]), moment)
+            self.meets("went on unmended")
             return
-        session.hold_rows(was)
+        self.refuses_steps()
         self.mend_restore(moment)
+
+    def refuses_steps(self) -> None:
+        """Nothing takes a step as long as it is not put right."""
+        for layer in self.session.layers:
+            self.session.is_refused(layer, self.random.randint(1, 3))
+        self.meets("refused unmended")
 
     def mend_restore(self, moment: Moment) -> None:
         """Restore again what was interrupted, or clear it."""
@@ -310,5 +321,3 @@ class SequenceHistory(History):
             with pytest.raises(CapacityError):
                 cache.reserve(session.config.capacity + 1)
             assert observe(cache) == before
-
-

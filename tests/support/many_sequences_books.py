@@ -1,4 +1,4 @@
-"""What a cache of many sequences may hold after a verb that was interrupted: before, or after it."""
+"""What a cache of many sequences may hold after an interrupted verb: as before, or as after it."""
 
 from __future__ import annotations
 

@@ -128,9 +128,7 @@ class Driver(Generic[CacheType]):
         return drawn if dtype is None else numbers(mx.array(drawn).astype(getattr(mx, dtype)))
 
     def token(self) -> Token:
-        return tuple(
-            Row(self.row(HEADS, KEY_DIM), self.row(HEADS, VALUE_DIM)) for _ in self.layers
-        )
+        return tuple(Row(self.row(HEADS, KEY_DIM), self.row(HEADS, VALUE_DIM)) for _ in self.layers)
 
     def new(self) -> int:
         identity = self.cache.new()

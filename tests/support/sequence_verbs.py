@@ -11,7 +11,8 @@ import numpy as np
 from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.cache.snapshot import Snapshot
 from mlx_kvcache.errors import PositionError, RewindError
-from tests.support.sequence_oracle import Question, Session, observe
+from tests.support.arrays import numbers
+from tests.support.sequence_oracle import Question, Session, observe, row_bytes
 
 
 class Moment(NamedTuple):
@@ -145,6 +146,42 @@ class LongSession(Session):
             self.hold_rows(before)
             return False
         return True
+
+    def is_at_rest(self) -> bool:
+        """Whether every layer stands where the sequence does, and a step may begin."""
+        cache = self.cache
+        at_rest = all(layer.offset == cache.length for layer in cache.layers)
+        return at_rest and not cache.layout.unwritten
+
+    def holds_one_of(self, *possible: Moment) -> None:
+        """Find which of these the cache holds, and expect it."""
+        self.pending.clear()
+        held = observe(self.cache)
+        for moment in possible:
+            if len(moment.rows[0]) == self.cache.length:
+                self.hold_moment(moment)
+                if self.holds_rows():
+                    return
+        raise AssertionError(f"neither before nor after: {held}")
+
+    def holds_rows(self) -> bool:
+        """Whether the layers hold the rows that are expected."""
+        return all(map(self._holds_rows, self.layers))
+
+    def _holds_rows(self, layer: int) -> bool:
+        """Whether a layer holds the rows that are expected of it and that no ring has replaced."""
+        truth, cached = self.truths[layer], self.cache.layers[layer]
+        if not truth.rows:
+            return True
+        # Those that the next step may read.
+        first = self._first(layer, len(truth.rows), 0)
+        size = self.ring_size(layer)
+        keys, values = numbers(cached.keys), numbers(cached.values)
+        slots = [place % size if size else place for place in range(first, len(truth.rows))]
+        if not slots:
+            return True
+        rows = row_bytes(keys[:, :, slots], values[:, :, slots])
+        return rows == truth.rows_as((mx.float32, mx.float32), first, len(truth.rows))
 
     def hold_rows(self, moment: Moment) -> None:
         """Expect the rows of then, of caches that are yet to be put right."""
