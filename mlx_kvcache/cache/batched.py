@@ -248,6 +248,8 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
         running.is_torn = True
         parts = zip(running.layers[layer], running.split(keys), running.split(values), strict=True)
         running.answers = layer, [own.write(*rows) for own, *rows in parts], masks
+        # Before the step is whole again: a layer that is written twice is refused by its sequences.
+        running.unwritten.discard(layer)
         running.is_torn = False
 
     def _attend(
