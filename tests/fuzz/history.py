@@ -35,6 +35,7 @@ class History(ABC):
         self.seed = seed
         self.met = met
         self.told: list[str] = []
+        self.was_in_thread = False
         self.random = Random(f"{self.kind} {seed}")
         self.length = self.random.randint(self.turns // 3, self.turns)
         self.begin()

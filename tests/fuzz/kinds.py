@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from tests.fuzz.chat import ChatHistory
 from tests.fuzz.engine import EngineHistory
 from tests.fuzz.history import History
 from tests.fuzz.layout import LayoutHistory
@@ -19,7 +20,8 @@ SHARES: dict[type[History], float] = {
     BatchedHistory: 15,
     PromptCacheHistory: 13,
     LayoutHistory: 14,
-    EngineHistory: 3,
+    EngineHistory: 2.6,
+    ChatHistory: 0.4,
 }
 KINDS: dict[str, type[History]] = {kind.kind: kind for kind in SHARES}
 
