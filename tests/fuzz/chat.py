@@ -41,6 +41,12 @@ class ChatHistory(History):
         "reset", "fork", "refused", "recurrent", "a ring wrapped",
     )  # fmt: skip
 
+    @classmethod
+    def prepare(cls) -> None:
+        for family in FAMILIES:
+            for template in (TEMPLATE, None):
+                loaded(family, template)
+
     def begin(self) -> None:
         random = self.random
         family, template = random.choice(FAMILIES), random.choice((TEMPLATE, None))

@@ -68,6 +68,10 @@ class EngineHistory(History):
         "answer of a fork", "cancelled", "fork", "close", "compact", "refused", "cell", "batched",
     )  # fmt: skip
 
+    @classmethod
+    def prepare(cls) -> None:
+        two_layers()
+
     def begin(self) -> None:
         random = self.random
         kind = random.choice(KINDS)

@@ -40,6 +40,10 @@ class History(ABC):
         self.length = self.random.randint(self.turns // 3, self.turns)
         self.begin()
 
+    @classmethod
+    def prepare(cls) -> None:
+        """Make what histories of this kind share, which stays."""
+
     @abstractmethod
     def begin(self) -> None:
         """Draw what the history is about, and make it."""

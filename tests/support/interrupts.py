@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx_kvcache
 
-_PACKAGE = str(Path(mlx_kvcache.__file__).parent) + os.sep
+PACKAGE = str(Path(mlx_kvcache.__file__).parent) + os.sep
 
 
 class Interrupter:
@@ -69,7 +69,7 @@ class Fuse:
     def _enter(self, frame: FrameType, _event: str, _: object) -> Any:
         code = frame.f_code
         # A module that is imported for the first time runs once, in one process only.
-        if not code.co_filename.startswith(_PACKAGE) or code.co_name == "<module>":
+        if not code.co_filename.startswith(PACKAGE) or code.co_name == "<module>":
             return None
         frame.f_trace_opcodes = True
         return self._pass
@@ -77,7 +77,7 @@ class Fuse:
     def _pass(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line" or (event == "opcode" and frame.f_lasti in _after_calls(frame.f_code)):
             if self.at == 0:
-                self.place = frame.f_code.co_filename[len(_PACKAGE) :], frame.f_lineno
+                self.place = frame.f_code.co_filename[len(PACKAGE) :], frame.f_lineno
                 sys.settrace(None)
                 raise KeyboardInterrupt
             self.at -= 1
