@@ -45,7 +45,11 @@ class ChatHistory(History):
     def prepare(cls) -> None:
         for family in FAMILIES:
             for template in (TEMPLATE, None):
-                loaded(family, template)
+                model, tokenizer = loaded(family, template)
+                talk = Conversation(model, tokenizer, make_prompt_cache(model))
+                # Some models keep what their first pass has made.
+                list(talk.ask(words(*range(10, 40))))
+                talk.close()
 
     def begin(self) -> None:
         random = self.random

@@ -171,7 +171,7 @@ class SequenceHistory(History):
             session.refuses_another_step(start, count)
         if not lag and self.chance(0.5):
             self.meets("step was whole")
-        elif is_torn and self.chance(0.4):
+        elif is_torn and not self.was_in_thread and self.chance(0.4):
             session.finish_step(count, lag)
             self.meets("step finished later")
         elif session.can_rewind(start):
