@@ -36,6 +36,7 @@ class ChatHistory(History):
     turns = 9
     interrupt_chance = 0.3
     thread_chance = 0.0
+    compiled_bytes = 256
     must_meet: ClassVar[tuple[str, ...]] = (
         "interrupts", "interrupted ask", "answered", "stopped", "taken out again", "undo", "drop",
         "reset", "fork", "refused", "recurrent", "a ring wrapped",

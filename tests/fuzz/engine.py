@@ -63,6 +63,7 @@ class EngineHistory(History):
     kind = "engine"
     turns = 24
     thread_chance = 0.0
+    compiled_bytes = 256
     must_meet: ClassVar[tuple[str, ...]] = (
         "interrupts", "interrupted advance", "interrupted submit", "answer", "answer of a session",
         "answer of a fork", "cancelled", "fork", "close", "compact", "refused", "cell", "batched",

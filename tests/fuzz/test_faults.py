@@ -102,16 +102,16 @@ FAULTS: dict[str, tuple[str, int, Any, str, Any]] = {
         "cells", 300, MLXCellCache, "_settled", lambda self: self.layout,
     ),
     "rings are not kept for a step that cannot be taken back": (
-        "batched", 150, MLXBatchedSequenceCache, "_keep_rings", lambda self, step: None,
+        "batched", 150, MLXBatchedSequenceCache, "_keep_rings", lambda *_: None,
     ),
     "recurrent states stay behind": (
-        "prompt_cache", 60, PromptCache, "restore_recurrent", lambda self, states: None,
+        "prompt_cache", 60, PromptCache, "restore_recurrent", lambda *_: None,
     ),
     "an interrupted engine step is followed by the next": (
-        "engine", 40, Engine, "_mend", lambda self: None,
+        "engine", 40, Engine, "_mend", lambda *_: None,
     ),
     "an interrupted turn stays half in": (
-        "chat", 25, Conversation, "_align", lambda self: None,
+        "chat", 25, Conversation, "_align", lambda *_: None,
     ),
 }  # fmt: skip
 

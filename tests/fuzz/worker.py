@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+from tests.fuzz.kinds import KINDS
 from tests.fuzz.run import Leaks, prepared, run_history, seeds_of, shrunk
 
 
@@ -23,10 +24,12 @@ def main() -> None:
 
 
 def _run(first: int, count: int, only: list[str], leaks: Leaks) -> None:
+    compiled = 0
     met: dict[str, Counter[str]] = {kind: Counter() for kind in only}
     for kind, seed in seeds_of(first, count, only):
         _say(begin=seed)
         result = run_history(kind, seed)
+        compiled = max(compiled, KINDS[kind].compiled_bytes)
         met[kind].update(result.met)
         met[kind]["histories"] += 1
         met[kind]["verbs"] += max(0, len(result.told) - 1)
@@ -36,7 +39,7 @@ def _run(first: int, count: int, only: list[str], leaks: Leaks) -> None:
                 failed=kind, seed=seed, told=result.told, skip=skip, trace=result.failure,
                 error=result.error,
             )  # fmt: skip
-    found = leaks.found()
+    found = leaks.found(compiled)
     if found is not None:
         _say(leaked=found, first=first, last=first + count - 1)
     _say(done=count, met=met)
