@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.fuzz.kinds import KINDS
+from tests.fuzz.kinds import NAMES, kind_named
 from tests.fuzz.pool import Failure, Pool, Totals
 from tests.fuzz.run import run_history
 
@@ -21,9 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, sum up, and answer the exit status: 1 when anything differs."""
     chosen = _parser().parse_args(arguments)
     only = chosen.only.split(",")
-    unknown = [kind for kind in only if kind not in KINDS]
+    unknown = [kind for kind in only if kind not in NAMES]
     if unknown:
-        print(f"unknown kinds {unknown}; there are {', '.join(KINDS)}", file=sys.stderr)
+        print(f"unknown kinds {unknown}; there are {', '.join(NAMES)}", file=sys.stderr)
         return 2
     if chosen.skip is not None:
         skip = [int(number) for number in chosen.skip.split(",") if number]
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--histories", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=3000.0, help="stop after so long")
     parser.add_argument("--seed", type=int, default=0, help="of the first history")
-    parser.add_argument("--only", default=",".join(KINDS), help="kinds, with commas between")
+    parser.add_argument("--only", default=",".join(NAMES), help="kinds, with commas between")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument(
         "--skip", help="run the one history of --seed without the verbs of these numbers"
@@ -122,7 +122,7 @@ def _sum_up(totals: Totals, seconds: float, ended: str) -> bool:
         others = sorted(met.items() - {("histories", histories), ("verbs", verbs)})
         print("    " + ", ".join(f"{what} {count}" for what, count in others))
         if histories >= ENOUGH:
-            missing += [f"{kind}: {what}" for what in KINDS[kind].must_meet if not met[what]]
+            missing += [f"{kind}: {what}" for what in kind_named(kind).must_meet if not met[what]]
     for what in missing:
         print(f"NEVER MET {what}")
     nothing = not totals.done

@@ -42,8 +42,8 @@ class History(ABC):
         self.length = self.random.randint(self.turns // 3, self.turns)
         self.begin()
 
-    @classmethod
-    def prepare(cls) -> None:  # noqa: B027 (most share nothing)
+    @classmethod  # noqa: B027 (most share nothing)
+    def prepare(cls) -> None:
         """Make what histories of this kind share, which stays."""
 
     @abstractmethod

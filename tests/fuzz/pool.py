@@ -44,30 +44,36 @@ class Totals:
 class Pool:
     """Runs histories from a seed on, in some processes, until they are through or it is stopped.
 
-    only: the kinds. `wait` passes the time and says whether there is more to come.
+    only: the kinds. `wait` passes the time and says whether there is more to come. newest: the
+    seed that was begun last. processes: the ids of the workers.
     """
 
     def __init__(self, first: int, histories: int, only: Sequence[str], workers: int) -> None:
         self.totals = Totals(met={kind: Counter() for kind in only})
+        self.newest: int | None = None
+        self._workers: set[Worker] = set()
         self._only = only
         self._batches = _batches(first, histories)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._feed, daemon=True) for _ in range(workers)]
-        for thread in self._threads:
-            thread.start()
+        # No thread is joined: a join that Ctrl-C interrupts takes the thread for ended.
+        self._feeding = workers
+        self._ended = threading.Event()
+        for _ in range(workers):
+            threading.Thread(target=self._feed, daemon=True).start()
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        return tuple(worker.process.pid for worker in self._workers)
 
     def wait(self, seconds: float) -> bool:
         """Wait, at most so long; whether histories are left to run."""
-        for thread in self._threads:
-            thread.join(seconds / len(self._threads))
-        return any(thread.is_alive() for thread in self._threads)
+        return not self._ended.wait(seconds)
 
     def stop(self) -> None:
         """Run no further history, and end every worker."""
         self._stopping.set()
-        for thread in self._threads:
-            thread.join()
+        self._ended.wait()
 
     def _next(self) -> tuple[int, int] | None:
         with self._lock:
@@ -79,15 +85,22 @@ class Pool:
             while (batch := self._next()) is not None:
                 first, end = batch[0], sum(batch)
                 while first < end and not self._stopping.is_set():
-                    worker = worker or Worker(self._only)
+                    if worker is None:
+                        worker = Worker(self._only)
+                        self._workers.add(worker)
                     died_at = self._run(worker, first, end - first)
                     if died_at is None:
                         break
+                    self._workers.discard(worker)
                     worker.close()
                     worker, first = None, died_at + 1
         finally:
             if worker is not None:
                 worker.close()
+            with self._lock:
+                self._feeding -= 1
+                if not self._feeding:
+                    self._ended.set()
 
     def _run(self, worker: Worker, first: int, count: int) -> int | None:
         """Run a batch; the seed at which the worker died or hung, None when it is through."""
@@ -109,6 +122,7 @@ class Pool:
                 return seed
             if "begin" in said:
                 seed, begun = said["begin"], begun + 1
+                self.newest = seed
             elif "failed" in said:
                 names = ("error", "seed", "failed", "told", "skip", "trace")
                 self._note(Failure(*(said[name] for name in names)))
@@ -136,7 +150,7 @@ class Worker:
 
     def __init__(self, only: Sequence[str]) -> None:
         command = [sys.executable, "-m", "tests.fuzz.worker", ",".join(only)]
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -151,27 +165,27 @@ class Worker:
 
     def ask(self, first: int, count: int) -> None:
         """Ask for these histories. One that has died says so by its silence."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         try:
-            self._process.stdin.write(f"[{first}, {count}]\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(f"[{first}, {count}]\n")
+            self.process.stdin.flush()
         except BrokenPipeError:
             pass
 
     def ending(self) -> str:
         """How the process ended."""
-        code = self._process.wait(10)
+        code = self.process.wait(10)
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         self._listener.join()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
             self.said.put(json.loads(line))
         self.said.put(None)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from mlx_kvcache.control.registry import REGISTRY
-from tests.fuzz.kinds import KINDS, kind_of
+from tests.fuzz.kinds import kind_named, kind_of
 from tests.support.checked_writes import checked_writes
 
 #: How often a failing history is run again, to find the verbs that it can do without.
@@ -35,7 +35,7 @@ def run_history(kind: str, seed: int, skip: Sequence[int] = ()) -> Result:
     """The history of a seed, but for the verbs of these numbers."""
     result = Result(kind, seed, Counter())
     try:
-        history = KINDS[kind](seed, result.met)
+        history = kind_named(kind)(seed, result.met)
         result.told = history.told
         for index in range(history.length):
             if index not in skip:
@@ -89,7 +89,7 @@ def prepared(only: Sequence[str]) -> Iterator[None]:
     """With checked writes, and everything imported and made that histories share."""
     with checked_writes():
         for kind in only:
-            KINDS[kind].prepare()
+            kind_named(kind).prepare()
             for seed in range(4):
                 run_history(kind, seed)
         gc.collect()

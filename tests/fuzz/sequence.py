@@ -262,7 +262,7 @@ class SequenceHistory(History):
     def refuses_steps(self) -> None:
         """Nothing takes a step as long as it is not put right."""
         for layer in self.session.layers:
-            self.session.is_refused(layer, self.random.randint(1, 3))
+            self.session.refuses(layer, self.random.randint(1, 3))
         self.meets("refused unmended")
 
     def mend_restore(self, moment: Moment) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from typing import Any
 
-from tests.fuzz.kinds import KINDS
+from tests.fuzz.kinds import kind_named
 from tests.fuzz.run import Leaks, prepared, run_history, seeds_of, shrunk
 
 
@@ -29,7 +29,7 @@ def _run(first: int, count: int, only: list[str], leaks: Leaks) -> None:
     for kind, seed in seeds_of(first, count, only):
         _say(begin=seed)
         result = run_history(kind, seed)
-        compiled = max(compiled, KINDS[kind].compiled_bytes)
+        compiled = max(compiled, kind_named(kind).compiled_bytes)
         met[kind].update(result.met)
         met[kind]["histories"] += 1
         met[kind]["verbs"] += max(0, len(result.told) - 1)

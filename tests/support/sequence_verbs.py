@@ -122,6 +122,14 @@ class LongSession(Session):
             behind = self.cache.layers[layer].offset == start
             self.is_refused(layer, count + 1 if behind else 1)
 
+    def refuses(self, layer: int, count: int) -> None:
+        """A layer takes no step, whichever batch it holds by now."""
+        batch, state = self.batch, self.cache.layers[layer].store.state
+        if state and self.cache.layers[layer].offset:
+            self.batch = state[0].shape[0]
+        self.is_refused(layer, count)
+        self.batch = batch
+
     def after_interrupted_rewind(self, position: int, length: int) -> None:
         """The cache stands at one of the two; going back once more puts every layer there."""
         assert self.cache.length in (position, length)
