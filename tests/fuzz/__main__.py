@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.skip is not None:
         skip = [int(number) for number in chosen.skip.split(",") if number]
         return _alone(only[0], chosen.seed, skip)
+    # A run in the background is ended by it, and sums up too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     print(
         f"{chosen.histories} histories of {', '.join(only)}, seeds {chosen.seed} to "
