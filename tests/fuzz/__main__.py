@@ -29,8 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.skip is not None:
         skip = [int(number) for number in chosen.skip.split(",") if number]
         return _alone(only[0], chosen.seed, skip)
-    # A run in the background is ended by it, and sums up too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     print(
         f"{chosen.histories} histories of {', '.join(only)}, seeds {chosen.seed} to "
@@ -137,4 +135,6 @@ def _sum_up(totals: Totals, seconds: float, ended: str) -> bool:
 
 
 if __name__ == "__main__":
+    # A run in the background is ended by it, and sums up too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
