@@ -277,8 +277,9 @@ class SequenceLayer:
     def grow(self, rows: int) -> None:
         """Append rows up to `rows`, and tell the steps of the policy that it was done."""
         self.store.grow(rows)
-        if self.store.rows:
-            self._steps.has_grown(self.index, self.store.rows)
+        held = self.store.rows
+        if held:
+            self._steps.has_grown(self.index, held)
 
     def hold(self) -> LayerState:
         """What the layer holds, which stays as it is when the layer goes on."""

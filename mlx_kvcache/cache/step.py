@@ -260,7 +260,8 @@ class PolicySteps:
     def has_grown(self, layer: int, rows: int) -> None:
         """Note that `layer` has the rows that every layer must have; more, after an interrupt."""
         self._allocated.add(layer)
-        self._grow_to(rows)
+        if rows > self.rows:
+            self._grow_to(rows)
         self._behind.discard(layer)
 
     def forget(self) -> None:
