@@ -352,13 +352,16 @@ class SequenceLayer:
 
     def _accept(self, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> None:
         """Expect rows of these dtypes from now on."""
-        self._key_dtype = key_dtype
-        self._value_dtype = value_dtype
-        self._key_shape = self._value_shape = None
+        key_shape: tuple[int, ...] | None = None
+        value_shape: tuple[int, ...] | None = None
         if self.store.rows and self.store.holds(self._batch, key_dtype, value_dtype):
-            geometry = self.geometry
-            self._key_shape = (self._batch, geometry.kv_heads, 1, geometry.key_dim)
-            self._value_shape = (self._batch, geometry.kv_heads, 1, geometry.value_dim)
+            geometry, batch = self.geometry, self._batch
+            key_shape = (batch, geometry.kv_heads, 1, geometry.key_dim)
+            value_shape = (batch, geometry.kv_heads, 1, geometry.value_dim)
+        # One statement, which an interrupt finds done or not begun.
+        self._key_dtype, self._value_dtype, self._key_shape, self._value_shape = (
+            key_dtype, value_dtype, key_shape, value_shape,
+        )  # fmt: skip
 
     def _storage_dtypes(self, keys: mx.array, values: mx.array) -> tuple[mx.Dtype, mx.Dtype]:
         if self._storage_dtype is not None:

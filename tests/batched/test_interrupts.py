@@ -170,6 +170,7 @@ def test_an_interrupt_at_every_line(cache_class: Any) -> None:
         check(cache_class, at, quiet)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_class", CACHES)
 def test_an_interrupted_layer_that_is_asked_again_answers_or_says_that_it_cannot(
     cache_class: Any,

@@ -17,6 +17,8 @@ from tests.support.interrupts import Fuse
 from tests.support.sequence_oracle import Question, Shape, observe
 from tests.support.sequence_verbs import LongSession, Moment
 
+pytestmark = pytest.mark.slow
+
 FORMS = ("array", "integer")
 #: Steps of one token at once: they pass the rows that the smaller caches here have.
 FURTHER = 9
@@ -60,7 +62,6 @@ def moments(form: str) -> list[Moment]:
     return [session.take_snapshot() for session in (*sessions, cleared)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("repair", ["none", "clear", "restore"])
 def test_an_interrupt_anywhere_in_a_restore(form: str, repair: str) -> None:
@@ -136,6 +137,27 @@ def is_refused_or_right(session: LongSession, moment: Moment) -> None:
         else:
             return
     raise AssertionError("a step was taken by a cache that holds neither")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("window", [0, 3])
+def test_an_interrupt_anywhere_in_the_first_step_of_another_dtype(form: str, window: int) -> None:
+    """Asked again, or after a way back, the rows come in the dtype of whoever asks."""
+    for at, goes_back in itertools.product(range(10**6), (False, True)):
+        session = LongSession([Shape(window)], capacity=200, spare=4, forms=(form,))
+        for _ in range(6):
+            session.step(1)
+        session.flush()
+        keys, values = (mx.array(part).astype(mx.bfloat16) for part in session.rows(0, 1))
+        layer = session.cache.layers[0]
+        if not interrupted(lambda n=layer, k=keys, v=values: n.update_and_fetch(k, v), at):
+            break
+        if goes_back and layer.offset == 7:
+            session.cache.rewind(6)
+        for _ in range(2):
+            answer = layer.update_and_fetch(keys, values)
+            assert [part.dtype for part in answer] == [mx.bfloat16] * 2, at
+    assert at > 40
 
 
 @pytest.mark.parametrize("form", FORMS)
