@@ -20,7 +20,12 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(RUN)/python -m pytest
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install demo check test test-models bench lint format wheel clean
+# Random histories of `make fuzz`: how many, for how many seconds at most, and the first one's seed.
+FUZZ_HISTORIES ?= 100000
+FUZZ_SECONDS ?= 3000
+FUZZ_SEED ?= 0
+
+.PHONY: help install demo check test test-models fuzz bench lint format wheel clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -51,6 +56,9 @@ test: $(STAMP) ## The test suite without real models (some three minutes)
 
 test-models: $(STAMP) ## Tests on SmolLM2 and Gemma 3 270M (downloads them once)
 	@$(PYTEST) -m models
+
+fuzz: $(STAMP) ## 100,000 random histories with interrupts (FUZZ_HISTORIES, FUZZ_SECONDS, FUZZ_SEED)
+	@$(RUN)/python -m tests.fuzz --histories $(FUZZ_HISTORIES) --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 bench: $(STAMP) ## The short benchmarks, against mlx-lm's own caches
 	@$(RUN)/python benchmarks/cache_steps.py

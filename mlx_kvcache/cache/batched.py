@@ -40,14 +40,15 @@ class BatchedStep:
     """A placed step, made once and shared by the layers; takes its tokens apart by sequence.
 
     A sequence with several spans gets their tokens as one: they continue each other.
-    layers: for each cache layer, those of the sequences. is_torn: whether a write was interrupted.
+    layers: for each cache layer, those of the sequences. writing: the layer that was written last,
+    whose write was interrupted if it is still unwritten.
     """
 
     def __init__(self, step: DeclaredStep, members: list[MLXSequenceCache]) -> None:
         self.step = step
         self.layers = list(zip(*[cache.layers for cache in members], strict=True))
         self.unwritten = set(range(len(self.layers)))
-        self.is_torn = False
+        self.writing: int | None = None
         # Between the write of a layer and its attention.
         self.answers: Answers | None = None
         self._masks: dict[LayerPolicy, list[Mask]] = {}
@@ -277,16 +278,17 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
             )
 
     def _write(self, running: BatchedStep, layer: int, keys: mx.array, values: mx.array) -> None:
-        if running.is_torn:
+        if running.writing in running.unwritten:
             raise StepError(
                 "the write of this step was interrupted, and some sequences hold it already; "
                 "abandon_step and declare it again"
             )
         masks = running.masks(layer, self.geometry.layers[layer].policy)
-        running.is_torn = True
+        running.writing = layer
         parts = zip(running.layers[layer], running.split(keys), running.split(values), strict=True)
         running.answers = layer, [own.write(*rows) for own, *rows in parts], masks
-        running.is_torn = False
+        # Here, since its sequences would refuse a layer that is written twice.
+        running.unwritten.discard(layer)
 
     def _attend(
         self, running: BatchedStep, layer: int, queries: mx.array, options: AttendOptions

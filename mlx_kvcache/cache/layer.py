@@ -28,16 +28,16 @@ class LayerState(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """The store of a layer, and one that holds its rows as they were before the running step."""
+    """A layer, and its rows as they were before the running step."""
 
-    store: RowStore
+    layer: SequenceLayer
     former: RowStore
 
 
 def put_back(sequence: SequenceLayout) -> None:
     """Put the rows back that the unfinished step of a sequence has overwritten."""
-    for store, former in (sequence.kept or {}).values():
-        store.become(former.copy())
+    for layer, former in (sequence.kept or {}).values():
+        layer.store = former.copy()
 
 
 class SequenceLayer:
@@ -129,8 +129,9 @@ class SequenceLayer:
         keys = slice_update(store.keys, keys, steps.start, ROW_AXIS)  # type: ignore[arg-type]
         values = slice_update(store.values, values, steps.start, ROW_AXIS)  # type: ignore[arg-type]
         store.keys, store.values = keys, values
-        self.offset = steps.end
-        self._sequence.unwritten -= 1
+        sequence = self._sequence
+        # One statement, which an interrupt finds done or not begun.
+        self.offset, sequence.unwritten = steps.end, sequence.unwritten - 1
         stop = steps.stop
         if not stop:
             return keys, values
@@ -141,8 +142,8 @@ class SequenceLayer:
         """A decode step whose row the host knows."""
         steps, start = self._steps, self._steps.start
         self.store.write(Placement((Run(self.offset, 1),), (start,)), keys, values)
-        self.offset = steps.end
-        self._sequence.unwritten -= 1
+        sequence = self._sequence
+        self.offset, sequence.unwritten = steps.end, sequence.unwritten - 1
         return self.store.read((Run(0, steps.stop or self.store.rows),)).dense()
 
     def write(self, keys: mx.array, values: mx.array) -> RowView:
@@ -175,6 +176,8 @@ class SequenceLayer:
         if step.joined:
             self._keep_former()
             view = store.read_before(step.read, keys, values)
+            # Aside: the rows of before are kept, and read again if this is interrupted.
+            store = store.copy()
             store.write(step.placement, keys, values)
             # Whoever evaluates the answer evaluates the write, which else would be left to a
             # stream of this thread.
@@ -184,10 +187,11 @@ class SequenceLayer:
         else:
             store.write(step.placement, keys, values)
             view = store.read(step.read)
-        self.offset = step.end
-        self._sequence.unwritten -= 1
-        if not self._sequence.unwritten:
-            self._sequence.kept = None
+        sequence = self._sequence
+        # One statement, which an interrupt finds done or not begun.
+        self.store, self.offset, sequence.unwritten = store, step.end, sequence.unwritten - 1
+        if not sequence.unwritten:
+            sequence.kept = None
         return view
 
     def _keep_former(self) -> None:
@@ -195,10 +199,7 @@ class SequenceLayer:
         kept = self._sequence.kept
         if kept is None:
             kept = self._sequence.kept = {}
-        if self.index in kept:
-            # The step writes this layer once more: it was interrupted after the write.
-            self.store.become(kept[self.index].former)
-        kept[self.index] = KeptRows(self.store, self.store.copy())
+        kept[self.index] = KeptRows(self, self.store)
 
     def read_again(self) -> RowView:
         """What the newest `write` of this layer answered with, without another.
@@ -315,18 +316,20 @@ class SequenceLayer:
 
     def settle(self, position: int) -> None:
         """Stand at `position`, with the rows that the layers of the same policy have by now."""
-        self.offset = position
+        # First, so that an interrupt leaves no step that this position would be taken for.
+        self._steps.forget()
         if not position:
             # The next rows may have another dtype, which a decode step would not look for.
             self._key_shape = self._value_shape = None
-        self._steps.forget()
+        self.offset = position
         self.grow(self._steps.rows)
 
     def grow(self, rows: int) -> None:
         """Append rows up to `rows`, and tell the steps of the policy that it was done."""
         self.store.grow(rows)
-        if self.store.rows:
-            self._steps.has_grown(self.index)
+        held = self.store.rows
+        if held:
+            self._steps.has_grown(self.index, held)
 
     def hold(self) -> LayerState:
         """What the layer holds, which stays as it is when the layer goes on."""
@@ -410,13 +413,16 @@ class SequenceLayer:
 
     def _accept(self, key_dtype: mx.Dtype, value_dtype: mx.Dtype) -> None:
         """Expect rows of these dtypes from now on."""
-        self._key_dtype = key_dtype
-        self._value_dtype = value_dtype
-        self._key_shape = self._value_shape = None
+        key_shape: tuple[int, ...] | None = None
+        value_shape: tuple[int, ...] | None = None
         if self.store.rows and self.store.holds(self._batch, key_dtype, value_dtype):
-            geometry = self.geometry
-            self._key_shape = (self._batch, geometry.kv_heads, 1, geometry.key_dim)
-            self._value_shape = (self._batch, geometry.kv_heads, 1, geometry.value_dim)
+            geometry, batch = self.geometry, self._batch
+            key_shape = (batch, geometry.kv_heads, 1, geometry.key_dim)
+            value_shape = (batch, geometry.kv_heads, 1, geometry.value_dim)
+        # One statement, which an interrupt finds done or not begun.
+        self._key_dtype, self._value_dtype, self._key_shape, self._value_shape = (
+            key_dtype, value_dtype, key_shape, value_shape,
+        )  # fmt: skip
 
     def _storage_dtypes(self, keys: mx.array, values: mx.array) -> tuple[mx.Dtype, mx.Dtype]:
         if self._storage_dtype is not None:

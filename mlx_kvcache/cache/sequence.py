@@ -243,8 +243,10 @@ class MLXSequenceCache:
         """
         check_fits(snapshot, KIND, self.geometry, self.config)
         length, high_water, layers = snapshot.held
-        # An interrupt leaves layers that do not stand where the sequence does, and are refused.
-        self.layout.clear()
+        # To the end of this, an interrupt leaves a cache that takes no step.
+        self.layout.distrust()
+        for steps in self._steps.values():
+            steps.forget()
         rows: dict[LayerPolicy, dict[int, int]] = {policy: {} for policy in self._steps}
         for layer, state in zip(self.layers, layers, strict=True):
             layer.restore(state, length)

@@ -278,12 +278,13 @@ class PolicySteps:
             if self.decode_at != NO_POSITION and not self.stop:
                 # The running step answers with all rows, of which there are about to be more.
                 self.stop = self.end
-            self.rows = rows
-            self._behind = set(self._allocated)
+            self._grow_to(rows)
 
-    def has_grown(self, layer: int) -> None:
-        """Note that `layer` has the rows that every layer must have."""
-        self._allocated[layer] = self.rows
+    def has_grown(self, layer: int, rows: int) -> None:
+        """Note that `layer` has the rows that every layer must have; more, after an interrupt."""
+        self._allocated[layer] = rows
+        if rows > self.rows:
+            self._grow_to(rows)
         self._behind.discard(layer)
 
     def forget(self) -> None:
@@ -302,6 +303,10 @@ class PolicySteps:
 
     def _allocated_rows(self, rows: int) -> int:
         return self._ring.whole(rows) if self._ring else rows
+
+    def _grow_to(self, rows: int) -> None:
+        # One statement, which an interrupt finds done or not begun.
+        self.rows, self._behind = rows, set(self._allocated)
 
     def _forget_masks(self, position: int) -> None:
         """Forget the masks of the step before, and that its rows were wanted in slot order."""

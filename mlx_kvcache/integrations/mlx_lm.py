@@ -18,8 +18,8 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import CacheList, trim_prompt_cache
 
 from mlx_kvcache.cache.layer import SequenceLayer
-from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
-from mlx_kvcache.cache.snapshot import Snapshot
+from mlx_kvcache.cache.sequence import KIND, MLXSequenceCache, SequenceState
+from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.errors import GeometryError, RewindError, SnapshotError
 from mlx_kvcache.facts.checks import is_integer, shortened
 from mlx_kvcache.facts.config import (
@@ -203,8 +203,11 @@ class PromptCache(list[Any]):
                 f"the snapshot holds {len(states)} recurrent states and this cache has "
                 f"{count}; take it from a prompt cache of the same model"
             )
-        self.sequence.restore(snapshot)
+        check_fits(snapshot, KIND, self.sequence.geometry, self.sequence.config)
+        # Until the layers are restored too, the cache takes no step.
+        self.sequence.layout.distrust()
         self.restore_recurrent(states)
+        self.sequence.restore(snapshot)
 
     def fork(self, up_to: int | None = None) -> PromptCache:
         """A cache that holds the same, up to a position, and goes its own way.

@@ -264,6 +264,11 @@ class SequenceLayout:
         self.room = 0
         self._stand(length, high_water, None, 0)
 
+    def distrust(self) -> None:
+        """Refuse every step until `restore`, `clear` or a rewind to 0: rows are being exchanged."""
+        self.room = 0
+        self._stand(0, 0, None, len(self._layers))
+
     def _stand(
         self,
         length: int,

@@ -6,7 +6,7 @@ A cache layer has a `RowStore`; nothing above asks how it keeps its rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 from mlx.core import slice_update
@@ -105,9 +105,6 @@ class RowStore(Protocol):
     def copy(self) -> RowStore:
         """A store of the same rows, which shares them until either is written."""
 
-    def become(self, other: Self) -> None:
-        """Hold the rows of a store of the same kind, which is given up."""
-
     def replace(self, name: str, array: mx.array) -> None:
         """Put an array in the place of the buffer `name`. Raises `UpdateShapeError`."""
 
@@ -184,9 +181,6 @@ class DenseRows:
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> DenseRows:
         return self.copy()
-
-    def become(self, other: Self) -> None:
-        self.keys, self.values = other.keys, other.values
 
     def replace(self, name: str, array: mx.array) -> None:
         held = getattr(self, name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,11 @@ import pytest
 import mlx_kvcache.cache
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.cache.cells import MLXCellCache
-from mlx_kvcache.errors import KVCacheError
+from mlx_kvcache.errors import KVCacheError, StepError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.layout.cells import CellLayout
 from tests.support.arrays import raw
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import Fuse, Interrupter
 from tests.support.many_sequences_driver import GROUPS, HEADS, KEY_DIM, SCALE, VALUE_DIM, observe
 from tests.support.many_sequences_driver import geometry_of as geometry
 
@@ -166,6 +168,52 @@ def test_an_interrupt_at_every_line(cache_class: Any) -> None:
     last = {place: at for at, place in enumerate(lines)}
     for at in sorted({*first.values(), *last.values()}):
         check(cache_class, at, quiet)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_class", CACHES)
+def test_an_interrupted_layer_that_is_asked_again_answers_or_says_that_it_cannot(
+    cache_class: Any,
+) -> None:
+    """A batched step that only some of its sequences hold is to be abandoned."""
+    outcomes: Counter[str] = Counter()
+    for at in itertools.count():
+        user = User(cache_class)
+        a, b = user.new(), user.new()
+        user.step((a, 3), (b, 2))
+        draw = np.random.default_rng(5).normal
+        rows = [
+            mx.array(draw(size=(1, heads, 2, dim)).astype(np.float32))
+            for heads, dim in ((HEADS * GROUPS, KEY_DIM), (HEADS, KEY_DIM), (HEADS, VALUE_DIM))
+        ]
+        held = user.cache.snapshot()
+        user.cache.declare_step([(a, 1), (b, 1)])
+        expected = raw(user.cache.attend(0, *rows, SCALE))
+        user.cache.abandon_step()
+        user.cache.restore(held)
+        step = user.cache.declare_step([(a, 1), (b, 1)])
+
+        def ask(cache=user.cache, rows=rows, step=step) -> Any:
+            return raw(cache.attend(0, *rows, SCALE, positions=list(step.positions)))
+
+        fuse = Fuse(at)
+        try:
+            fuse.call(ask)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        try:
+            assert ask() == expected, fuse.place
+            outcomes["answered"] += 1
+        except StepError:
+            assert cache_class is MLXBatchedSequenceCache
+            outcomes["refused"] += 1
+            user.cache.abandon_step()
+            user.cache.declare_step([(a, 1), (b, 1)])
+            assert raw(user.cache.attend(0, *rows, SCALE)) == expected
+    assert outcomes["answered"] > 50
+    assert (outcomes["refused"] > 50) == (cache_class is MLXBatchedSequenceCache)
 
 
 def test_what_is_left_torn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

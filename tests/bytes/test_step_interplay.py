@@ -5,6 +5,7 @@ Each case is small and named; the state machine covers their combinations.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 from collections.abc import Callable
@@ -218,6 +219,50 @@ def test_an_interrupt_anywhere_in_a_step_costs_no_earlier_step() -> None:
         for layer in (0, 1):
             _write(cache, layer, 1)
         assert cache.length == 10
+    assert reached > 20
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_a_step_that_was_interrupted_in_a_layer_is_finished_by_those_that_lack_it(
+    form: str, count: int
+) -> None:
+    """Each layer is counted once, when it has written: no line leaves one too many to wait for."""
+    reached = 0
+    for line in itertools.count():
+        cache = make_cache(simple_geometry(0, 3), CacheConfig(100, spare=4), form)
+        for layer in (0, 1):
+            _write(cache, layer, 8)
+        if not interrupted_at(line, lambda cache=cache: _write(cache, 0, count)):
+            break
+        reached += 1
+        for layer in (0, 1):
+            if cache.layers[layer].offset == 8:
+                _write(cache, layer, count)
+        for layer in (0, 1):
+            _write(cache, layer, 1)
+        assert [layer.offset for layer in cache.layers] == [9 + count] * 2
+    assert reached > 20
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_an_interrupted_layer_that_is_asked_again_answers_as_it_would_have(count: int) -> None:
+    """Also after it wrote over the rows that a step larger than the spare rows reads."""
+    reached = 0
+    for line in itertools.count():
+        run = filled(session(3, spare=2, forms=("array",)), 9)
+        keys, values = map(mx.array, run.rows(0, count))
+        layer = run.caches[0].layers[0]
+        expected = [raw(part) for part in copy.deepcopy(layer).update_and_fetch(keys, values)]
+
+        def ask(layer=layer, keys=keys, values=values) -> list[object]:
+            return [raw(part) for part in layer.update_and_fetch(keys, values)]
+
+        if not interrupted_at(line, ask):
+            break
+        reached += 1
+        if layer.offset == 9:
+            assert ask() == expected
     assert reached > 20
 
 

@@ -15,8 +15,10 @@ def numbers(array: mx.array) -> np.ndarray:
 
 def bits(array: mx.array) -> np.ndarray:
     """The stored bits, as unsigned integers of the element's size."""
-    unsigned = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[array.dtype.size]
-    return np.array(array.view(unsigned))
+    if array.dtype == mx.bfloat16:
+        # NumPy has no such numbers.
+        return np.array(array.view(mx.uint16))
+    return np.array(array).view(f"u{array.dtype.size}")
 
 
 def raw(array: mx.array | None) -> tuple[Any, ...] | None:

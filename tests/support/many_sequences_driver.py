@@ -51,10 +51,15 @@ Token = tuple[Row, ...]  # by layer
 class Call(NamedTuple):
     """What attention was given."""
 
-    queries: np.ndarray
-    keys: np.ndarray
-    values: np.ndarray
+    queries: Any
+    keys: Any
+    values: Any
     mask: Mask
+
+    def computed(self) -> Call:
+        """With numbers in the place of arrays."""
+        queries, keys, values, mask = self
+        return Call(numbers(queries), numbers(keys), numbers(values), mask)
 
 
 def geometry_of(windows: Sequence[int], shared: Iterable[int] = ()) -> CacheGeometry:
@@ -94,10 +99,11 @@ class Driver(Generic[CacheType]):
         spare: int = 2,
         shared: Iterable[int] = (3,),
         max_context: int | None = None,
+        kv_dtype: str | None = None,
         seed: int = 0,
     ) -> None:
         self.windows = tuple(windows)
-        self.config = CacheConfig(capacity, None, initial_capacity, spare, max_context)
+        self.config = CacheConfig(capacity, kv_dtype, initial_capacity, spare, max_context)
         self.shared = frozenset(shared)
         self.cache: CacheType = cache_class(geometry_of(windows, self.shared), self.config)
         self.truth: dict[int, list[Token]] = {}
@@ -116,10 +122,13 @@ class Driver(Generic[CacheType]):
     def normal(self, *shape: int) -> np.ndarray:
         return self.random.normal(size=shape).astype(np.float32)
 
+    def row(self, *shape: int) -> np.ndarray:
+        """Random numbers that the storage dtype holds exactly."""
+        drawn, dtype = self.normal(*shape), self.config.kv_dtype
+        return drawn if dtype is None else numbers(mx.array(drawn).astype(getattr(mx, dtype)))
+
     def token(self) -> Token:
-        return tuple(
-            Row(self.normal(HEADS, KEY_DIM), self.normal(HEADS, VALUE_DIM)) for _ in self.layers
-        )
+        return tuple(Row(self.row(HEADS, KEY_DIM), self.row(HEADS, VALUE_DIM)) for _ in self.layers)
 
     def new(self) -> int:
         identity = self.cache.new()
@@ -214,8 +223,11 @@ class Driver(Generic[CacheType]):
         self, layer: int, step: DeclaredStep, attend: Callable[[mx.array], mx.array]
     ) -> None:
         queries = self.normal(1, HEADS * GROUPS, step.tokens, KEY_DIM)
-        with recorded() as calls:
-            answer = numbers(attend(mx.array(queries)))
+        with recorded() as recordings:
+            computed = attend(mx.array(queries))
+        # At once: each evaluation of its own waits for the thread of a stream.
+        mx.eval(computed, [part for call in recordings for part in call if part is not None])
+        answer, calls = numbers(computed), [call.computed() for call in recordings]
         assert answer.shape == (1, HEADS * GROUPS, step.tokens, VALUE_DIM)
         token_of = {queries[0, :, index].tobytes(): index for index in range(step.tokens)}
         met = []
@@ -280,7 +292,7 @@ def recorded() -> Any:
 
     def attend(queries: mx.array, view: RowView, mask: Mask, options: AttendOptions) -> mx.array:
         keys, values = view.dense()
-        calls.append(Call(numbers(queries), numbers(keys), numbers(values), mask))
+        calls.append(Call(queries, keys, values, mask))
         return attend_view(queries, view, mask, options)
 
     with (
