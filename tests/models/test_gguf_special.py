@@ -89,6 +89,15 @@ def test_an_end_that_no_list_knows(kind: int, tmp_path: Path) -> None:
     assert tokenizer.eos_token_ids == {END, STOP}
 
 
+def test_a_known_end_where_the_template_takes_no_answer_back(tmp_path: Path) -> None:
+    refusing = "{% if messages[1:] %}{{ raise_exception('one turn only') }}{% endif %}" + TEMPLATE
+    path = write(tmp_path / "a.gguf", Tiny("llama"), tokenizer=tokens_of({}, refusing))
+    assert end_tokens(open_gguf(path)) == [STOP]
+    unknown = refusing.replace("<|im_end|>", "<unused>")
+    path = write(tmp_path / "b.gguf", Tiny("llama"), tokenizer=tokens_of({}, unknown))
+    assert end_tokens(open_gguf(path)) == []
+
+
 @pytest.mark.parametrize("name", ["eos", "eot", "eom"])
 def test_ids_in_the_metadata_name_special_tokens(name: str, tmp_path: Path) -> None:
     """Without a template, and though the file calls the token ordinary."""
