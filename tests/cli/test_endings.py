@@ -284,7 +284,7 @@ def run_case(case: Case, model: Path, gone: Path) -> Ended:
         process.send_signal(number)
         time.sleep(0.05)
     try:
-        out, err = process.communicate(case.given or None, timeout=60)
+        out, err = process.communicate(case.given or None, timeout=300)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
