@@ -10,6 +10,7 @@ from typing import Any
 from mlx.nn.layers.base import Module
 
 from mlx_kvcache.chat.generation import Progress
+from mlx_kvcache.chat.streaming import AnswerText, answer_text
 from mlx_kvcache.chat.text import chat_script, spell
 from mlx_kvcache.chat.token_cache import TokenCache
 from mlx_kvcache.control.history import TokenHistory, common_prefix
@@ -105,12 +106,7 @@ class Conversation:
 
     def answer_text(self, turn: Turn) -> str:
         """What the model said in a turn, without the token that ends an answer."""
-        tokens = turn.answer
-        if tokens and tokens[-1] in self._script.stop_tokens:
-            tokens = tokens[:-1]
-        text = spell(self.tokenizer, tokens)
-        # The first bytes of a character whose others never came.
-        return text if turn.end == "stop" else text.rstrip("\ufffd")
+        return answer_text(self.tokenizer, turn.answer, self._script.stop_tokens)
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """Add a turn; answers the pieces of the model's answer as they are made.
@@ -227,7 +223,7 @@ class Conversation:
     def _answer(self, start: int, turns: list[Turn]) -> Iterator[str]:
         budget = min(self.options.max_tokens, self.capacity - start)
         full = "length" if budget == self.options.max_tokens else "capacity"
-        detokenizer = self.tokenizer.detokenizer
+        text = AnswerText(self.tokenizer, self._script.stop_tokens)
         end = "interrupted"
         tokens = self.cached.generate(self.tokens[-1], budget, self._sampler)
         for number, token in enumerate(tokens, 1):
@@ -237,16 +233,13 @@ class Conversation:
             if token in self._script.stop_tokens:
                 end = "stop"
                 break
-            detokenizer.add_token(token)
-            yield detokenizer.last_segment
+            yield text.add(token)
             if number == budget:
                 end = full
             elif self._stopping:
                 break
         self._close_turn(end)
-        detokenizer.finalize()
-        rest: str = detokenizer.last_segment
-        yield rest if end == "stop" else rest.rstrip("\ufffd")
+        yield text.finish()
 
     def _close_turn(self, end: str) -> None:
         turn = self._turns[-1]

@@ -1,6 +1,6 @@
 """One answer of a model on our cache: tokens, text and times.
 
-The model's forward passes, the sampling and the detokenizer are mlx-lm's.
+The model's forward passes and the sampling are mlx-lm's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from mlx_kvcache.chat.streaming import AnswerText, answer_text
 from mlx_kvcache.control.history import TokenHistory
 from mlx_kvcache.integrations.mlx_lm import PromptCache
 from mlx_kvcache.integrations.sampling import Sampling, sampler_of
@@ -63,6 +64,7 @@ class Generation:
         tokenizer.eos_token_ids = set(self.stop)
         if self.sampling.seed is not None:
             mx.random.seed(self.sampling.seed)
+        text = AnswerText(self.tokenizer, self.stop)
         start = time.perf_counter()
         for response in stream_generate(
             self.model,
@@ -78,16 +80,17 @@ class Generation:
             if self.first_token_seconds is None:
                 self.first_token_seconds = self.seconds
             self.history.tokens.append(response.token)
-            self.text += response.text
+            piece = text.add(response.token)
             self.finish_reason = response.finish_reason
-            yield response.text
+            if self.finish_reason is not None:
+                piece += text.finish()
+            self.text += piece
+            yield piece
 
     def break_off(self) -> str:
-        """The text of tokens that the detokenizer still held back when `pieces` was broken off."""
-        whole: str = self.tokenizer.decode(self.token_ids)
-        rest = whole[len(self.text) :] if whole.startswith(self.text) else ""
-        # The first bytes of a character that never became whole.
-        rest = rest.rstrip("\ufffd")
+        """The text of tokens that was still held back when `pieces` was broken off."""
+        whole = answer_text(self.tokenizer, self.token_ids, self.stop)
+        rest = whole[len(self.text) :]
         self.text += rest
         return rest
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_kvcache.errors import ConfigError
@@ -11,6 +11,24 @@ Exchange = tuple[str, str]
 Message = dict[str, str]
 
 _PROBE = "answer"
+#: What a template takes that follows from the conversation, or from how it is written down.
+_RESERVED = frozenset(
+    (
+        "conversation",
+        "messages",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
 
 
 class PlainScript:
@@ -26,19 +44,25 @@ class PlainScript:
         self._tokenizer = tokenizer
         self.stop_tokens = frozenset(tokenizer.eos_token_ids)
 
-    def write(self, exchanges: Sequence[Exchange], tokens: Sequence[int], text: str) -> list[int]:
+    def write(
+        self,
+        exchanges: Sequence[Exchange],
+        tokens: Sequence[int],
+        text: str,
+        prefill: str = "",
+    ) -> list[int]:
         """All tokens of the conversation, up to where the answer to `text` begins.
 
         exchanges: what was said and answered before; tokens: as which that stands so far.
-        Raises `ConfigError` when the text has no token.
+        prefill: how the answer begins; its tokens come last. Raises `ConfigError` when the text
+        has no token.
         """
         del exchanges
-        bos = self._tokenizer.bos_token
-        special = not tokens and (bos is None or not text.startswith(bos))
-        added = self._tokenizer.encode(text, add_special_tokens=special)
+        added = _encode(self._tokenizer, text)
         if not added:
             raise ConfigError("the text has no token of this model; give some other text")
-        return [*tokens, *(int(token) for token in added)]
+        begun = _extended(self._tokenizer, added, text, prefill)
+        return [*tokens, *begun] if tokens else _opened(self._tokenizer, begun)
 
 
 class TemplateScript:
@@ -46,61 +70,109 @@ class TemplateScript:
 
     Rendered and encoded again, an answer can come out in other tokens than those that the model
     chose. Where the text is the same, the chosen ones are kept, as they are what was said.
+
+    arguments: what the template is given besides the messages, by name.
     """
 
     renders_history = True
 
-    def __init__(self, tokenizer: Any, system: str | None) -> None:
+    def __init__(
+        self, tokenizer: Any, system: str | None, arguments: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._arguments = dict(arguments or {})
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self.stop_tokens = stop_tokens(tokenizer)
+        self.stop_tokens = stop_tokens(tokenizer, self._arguments)
         if self._system:
             self.write([], [], _PROBE)
 
-    def write(self, exchanges: Sequence[Exchange], tokens: Sequence[int], text: str) -> list[int]:
-        """The conversation as the template renders it.
+    def write(
+        self,
+        exchanges: Sequence[Exchange],
+        tokens: Sequence[int],
+        text: str,
+        prefill: str = "",
+    ) -> list[int]:
+        """The conversation as the template renders it, up to where the answer to `text` begins.
 
         It continues `tokens` unless the template writes earlier turns otherwise than before.
-        Raises `ConfigError` when the template refuses.
+        prefill: how the answer begins; its tokens come last, after all that the template puts
+        before an answer. Raises `ConfigError` when the template refuses.
         """
         messages = list(self._system)
         for user, answer in exchanges:
             messages.append({"role": "user", "content": user})
             messages.append({"role": "assistant", "content": answer})
         messages.append({"role": "user", "content": text})
-        rendered = [int(token) for token in _render(self._tokenizer, messages, tokenize=True)]
+        written = _render(self._tokenizer, messages, self._arguments, tokenize=True)
+        rendered = _opened(self._tokenizer, [int(token) for token in written])
         if rendered[: len(tokens)] != list(tokens):
-            whole = str(_render(self._tokenizer, messages, tokenize=False))
-            spelled = spell(self._tokenizer, tokens)
-            if whole.startswith(spelled):
-                rest = self._tokenizer.encode(whole[len(spelled) :], add_special_tokens=False)
-                rendered = [*tokens, *(int(token) for token in rest)]
+            rendered = self._continued(tokens, messages) or rendered
         if not rendered:
             raise ConfigError("the model's chat template renders nothing of this; use --raw")
+        if prefill:
+            whole = str(_render(self._tokenizer, messages, self._arguments))
+            rendered = _extended(self._tokenizer, rendered, whole, prefill)
         return rendered
+
+    def _continued(self, tokens: Sequence[int], messages: list[Message]) -> list[int]:
+        """`tokens`, and what the template writes after their text; nothing where that differs."""
+        whole = str(_render(self._tokenizer, messages, self._arguments))
+        spelled = spell(self._tokenizer, tokens)
+        opening = opening_tokens(self._tokenizer)
+        # The tokenizer may have put in front what the template does not write.
+        for start in (spelled, spell(self._tokenizer, tokens[len(opening) :])):
+            if start and whole.startswith(start):
+                return [*tokens, *_encode(self._tokenizer, whole[len(start) :])]
+        return []
 
 
 #: How a conversation, or a single prompt, is written down for the model.
 ChatScript = PlainScript | TemplateScript
 
 
-def chat_script(tokenizer: Any, system: str | None, raw: bool) -> ChatScript:
+def chat_script(
+    tokenizer: Any,
+    system: str | None,
+    raw: bool,
+    template_args: Mapping[str, Any] | None = None,
+) -> ChatScript:
     """The script of a tokenizer: its chat template, or none under `raw` or where it has none.
 
-    Raises `ConfigError` for a system prompt that the template refuses, or that has none to go
-    into.
+    template_args: what the template is given besides the messages, by name, such as
+    `enable_thinking`; one that it does not read changes nothing.
+
+    Raises `ConfigError` for a system prompt that the template refuses, for one, or arguments, that
+    have no template to go into, and for an argument that is not the caller's to give.
     """
     if not raw and tokenizer.has_chat_template:
-        return TemplateScript(tokenizer, system)
+        _check_arguments(template_args or {})
+        return TemplateScript(tokenizer, system, template_args)
     if system is not None:
         raise ConfigError(
             "the model has no chat template to put a system prompt into; leave --system out "
             "and write it into the prompt"
         )
+    if template_args:
+        reason = "--raw leaves the chat template out" if raw else "the model has no chat template"
+        raise ConfigError(
+            f"there is no chat template to give {', '.join(map(repr, template_args))} to: {reason}"
+        )
     return PlainScript(tokenizer)
 
 
-def stop_tokens(tokenizer: Any) -> frozenset[int]:
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    for name in arguments:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(f"a chat template takes arguments by name, got {name!r}")
+        if name in _RESERVED:
+            raise ConfigError(
+                f"the chat template's {name!r} is not an argument to give: it follows from the "
+                "conversation; leave it out"
+            )
+
+
+def stop_tokens(tokenizer: Any, template_args: Mapping[str, Any] | None = None) -> frozenset[int]:
     """The tokens that end an answer inside the chat template.
 
     Those of the model's config, and the special token that the template puts after an answer,
@@ -109,14 +181,24 @@ def stop_tokens(tokenizer: Any) -> frozenset[int]:
     ends = frozenset(tokenizer.eos_token_ids)
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
     try:
-        whole = str(_render(tokenizer, messages, tokenize=False, add_generation_prompt=False))
+        whole = str(_render(tokenizer, messages, template_args or {}, add_generation_prompt=False))
     except ConfigError:
         # A template that takes no answer back has nothing to say about its end.
         return ends
     _, found, rest = whole.rpartition(_PROBE)
-    after = tokenizer.encode(rest, add_special_tokens=False) if found else []
+    after = _encode(tokenizer, rest) if found else []
     special = set(tokenizer.all_special_ids)
     return ends | {int(token) for token in after[:1] if token in special}
+
+
+def opening_tokens(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer itself puts before a text: BOS, or none."""
+    bare = _encode(tokenizer, _PROBE)
+    full = [int(token) for token in tokenizer.encode(_PROBE, add_special_tokens=True)]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start]
+    return []
 
 
 def spell(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -127,15 +209,41 @@ def spell(tokenizer: Any, tokens: Sequence[int]) -> str:
     return text
 
 
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text and nothing else."""
+    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def _opened(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """The tokens after those that the tokenizer puts before a text, which come once."""
+    opening = opening_tokens(tokenizer)
+    return tokens if tokens[: len(opening)] == opening else [*opening, *tokens]
+
+
+def _extended(tokenizer: Any, tokens: list[int], text: str, more: str) -> list[int]:
+    """`tokens`, which spell `text`, and those of the text that goes on from there."""
+    if not more:
+        return tokens
+    bare, whole = _encode(tokenizer, text), _encode(tokenizer, text + more)
+    # Tokens that reach across the seam would take the end of the text with them.
+    rest = whole[len(bare) :] if whole[: len(bare)] == bare else _encode(tokenizer, more)
+    return [*tokens, *rest]
+
+
 def _render(
-    tokenizer: Any, messages: list[Message], *, tokenize: bool, add_generation_prompt: bool = True
+    tokenizer: Any,
+    messages: list[Message],
+    arguments: Mapping[str, Any],
+    *,
+    tokenize: bool = False,
+    add_generation_prompt: bool = True,
 ) -> Any:
     """What the template makes of the messages: text, or tokens. Raises `ConfigError`."""
     from jinja2 import TemplateError
 
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt
+            messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **arguments
         )
     # A template is a program of its own, and may fail as any program does.
     except Exception as error:

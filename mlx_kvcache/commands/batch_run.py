@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from mlx_kvcache.chat.streaming import answer_text
 from mlx_kvcache.chat.text import ChatScript, chat_script
 from mlx_kvcache.commands.batch_input import BatchOptions, Prompt
 from mlx_kvcache.commands.loading import load
@@ -39,7 +40,7 @@ class Batch:
         return {
             "line": prompt.line,
             "id": prompt.label,
-            "text": self._text(request),
+            "text": answer_text(self.tokenizer, request.tokens, request.stop),
             "finish_reason": request.finish_reason,
             "error": None if request.error is None else str(request.error),
             "prompt_tokens": self.token_counts[index],
@@ -49,16 +50,6 @@ class Batch:
             "first_token_seconds": _since(request, request.first_token),
             "total_seconds": _since(request, request.ended),
         }
-
-    def _text(self, request: Request) -> str:
-        detokenizer = self.tokenizer.detokenizer
-        detokenizer.reset()
-        for token in request.tokens:
-            if token not in request.stop:
-                detokenizer.add_token(token)
-        detokenizer.finalize()
-        text: str = detokenizer.text
-        return text
 
 
 def prepare(prompts: Sequence[Prompt], options: BatchOptions) -> Batch:

@@ -12,9 +12,11 @@ import pytest
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_kvcache.chat.generation import Generation
 from mlx_kvcache.models import load, resolve
+from tests.support import tiny_tokenizers
 from tests.support.tiny_models_on_disk import words, write_model
 
 PROMPT = (5, 17, 40, 33, 8, 61, 22, 9, 90, 13, 77, 4)
@@ -340,11 +342,9 @@ def test_times_are_wall_clock(monkeypatch):
 
     monkeypatch.setattr(import_module("mlx_lm.generate"), "stream_generate", slow)
 
-    class Tokenizer:
-        eos_token_ids = frozenset()
-
+    tokenizer = TokenizerWrapper(tiny_tokenizers.words())
     cache = SimpleNamespace(length=0, rewind=lambda _: None)
-    generation = Generation(None, Tokenizer(), [1] * 8, cache, 11, frozenset())
+    generation = Generation(None, tokenizer, [1] * 8, cache, 11, frozenset())
     assert generation.prefill_tokens_per_second is None
     assert len(list(generation.pieces())) == 11
     assert generation.first_token_seconds == 4.0
@@ -380,7 +380,7 @@ def test_the_default_model_answers(run):
     prompt = "The capital of France is"
     model, tokenizer = load(directory)
     responses = stream_generate(model, tokenizer, prompt, max_tokens=8)
-    text = "".join(response.text for response in responses)
+    text = tokenizer.decode([response.token for response in responses])
     result = run("generate", prompt, "--raw", "--max-tokens", "8")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.removesuffix("\n") == text.removesuffix("\n")
