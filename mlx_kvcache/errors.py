@@ -59,6 +59,10 @@ class SnapshotError(KVCacheError, ValueError):
     """A snapshot of a cache of another kind, geometry or config."""
 
 
+class TranscriptError(KVCacheError, ValueError):
+    """A file that holds no conversation that this package saved with this model, or only a part."""
+
+
 class _LookupError(KVCacheError, KeyError):
     def __str__(self) -> str:
         # KeyError prints the repr of its argument, which is meant for a bare key.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -12,64 +12,27 @@ from mlx.nn.layers.base import Module
 from mlx_kvcache.chat.generation import Progress
 from mlx_kvcache.chat.stops import StoppingText, before_stop, check_stop_texts
 from mlx_kvcache.chat.streaming import answer_text
-from mlx_kvcache.chat.text import chat_script, spell
-from mlx_kvcache.chat.token_cache import TokenCache
+from mlx_kvcache.chat.text import ChatScript, chat_script, spell
+from mlx_kvcache.chat.token_cache import TokenCache, spans
+from mlx_kvcache.chat.transcript import Transcript
+from mlx_kvcache.chat.turns import ChatOptions, Turn
 from mlx_kvcache.control.history import TokenHistory, common_prefix
 from mlx_kvcache.errors import CapacityError, ConfigError, RewindError
 from mlx_kvcache.integrations.mlx_lm import PromptCache, default_prefill_step
-from mlx_kvcache.integrations.sampling import Chooser, RandomState, Sampling
+from mlx_kvcache.integrations.sampling import Chooser, RandomState
 
 Notice = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One turn: what was said, and what the model answered.
-
-    start, answer_start: the positions at which the turn's tokens and its answer's begin.
-    answer: the answer's tokens, the one that ended it included; empty for a turn whose answer was
-        undone. end: why the answer ends: "stop" (the model ended it), "length" (at the most tokens
-        of an answer), "capacity" (the cache was full), "interrupted" or "undone" (its tail was).
-    """
-
-    user: str
-    start: int
-    answer_start: int
-    answer: tuple[int, ...] = ()
-    end: str = "interrupted"
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """How a conversation is held.
-
-    system: the system prompt; raw: leave the chat template out; max_tokens: of one answer;
-    prefill_step: tokens of one forward pass over a turn (None: what suits the device);
-    capacity_source: where the capacity comes from, for messages; template_args: what the chat
-    template is given besides the messages; prefill: how each answer begins; stop_texts: what ends
-    an answer, and is no part of it.
-    """
-
-    system: str | None = None
-    raw: bool = False
-    max_tokens: int = 256
-    sampling: Sampling = field(default_factory=Sampling)
-    prefill_step: int | None = None
-    capacity_source: str = ""
-    template_args: Mapping[str, Any] | None = None
-    prefill: str = ""
-    stop_texts: Sequence[str] = ()
 
 
 class Conversation:
     """Turns over one cache. Only the new tokens of a turn are fed to the model.
 
     `history` is the conversation as the model reads it, over the cache. Between turns the cache
-    holds all of it, unless a turn was broken off where the cache could not go back; then the next
-    turn feeds the rest too. What raises has changed nothing.
+    holds all of it, unless it could not go back to where a turn was undone or broken off; then the
+    next turn feeds the rest too. What raises has changed nothing.
 
-    cache: an empty `make_prompt_cache(model)`. Raises `ConfigError` for a system prompt that the
-    model's template does not take.
+    cache: an empty `make_prompt_cache(model)`. Raises `ConfigError` for a system prompt or template
+    arguments that the model's template does not take.
     """
 
     def __init__(
@@ -84,7 +47,7 @@ class Conversation:
         self.on_progress: Progress | None = None
         self.on_notice: Notice | None = None
         self._turns: list[Turn] = []
-        self._script = chat_script(tokenizer, options.system, options.raw, options.template_args)
+        self._script = _script_of(tokenizer, options)
         check_stop_texts(options.stop_texts)
         self._chooser = Chooser(options.sampling)
         self._random = RandomState.of(options.sampling.seed)
@@ -126,12 +89,26 @@ class Conversation:
         text or the template gives no tokens.
         """
         self._settle()
-        earlier = self._earlier_turns()
-        prefill = self.options.prefill
-        exchanges = [
-            (turn.user, prefill + self.answer_text(turn)) for turn in earlier if turn.answer
-        ]
-        target = self._script.write(exchanges, self.tokens, text, prefill)
+        return self._take_turn(text, self._earlier_turns(), self.tokens)
+
+    def retry(self) -> Generator[str, None, None]:
+        """Answer the newest turn anew, in the manner of `ask`.
+
+        The answer that is there stays until another has begun. Raises `RewindError` when there is
+        no turn, and what `ask` raises.
+        """
+        self._settle()
+        turn = self._newest_turn("answer anew")
+        return self._take_turn(turn.user, self._turns[:-1], self.tokens[: turn.start])
+
+    def _take_turn(
+        self, text: str, earlier: list[Turn], tokens: list[int]
+    ) -> Generator[str, None, None]:
+        """The turn `text` after `earlier` ones, which stand as `tokens`; replaces all others."""
+        script, prefill = self._script, self.options.prefill
+        exchanges = [(turn.user, self.answer_text(turn)) for turn in earlier if turn.answer]
+        asked = script.write(exchanges, tokens, text)
+        target = script.write(exchanges, tokens, text, prefill) if prefill else asked
         same = common_prefix(self.tokens, target)
         self._check_room(len(target), same)
         start = min([same, *(turn.start for turn in self._turns[len(earlier) :])])
@@ -139,8 +116,12 @@ class Conversation:
             replace(turn, start=min(turn.start, same), answer_start=min(turn.answer_start, same))
             for turn in earlier
         ]
+        places = [turn.start for turn in turns] + [start]
+        if self.cached.keeps_places:
+            stays = script.stays(exchanges, text, asked)
+            places.append(min(max(start, stays), len(target) - 1))
         self._stopping = False
-        self._running = self._run(target, same, [*turns, Turn(text, start, len(target))])
+        self._running = self._run(target, places, [*turns, Turn(text, start, len(asked))])
         return self._running
 
     def stop(self) -> None:
@@ -150,13 +131,12 @@ class Conversation:
     def undo(self) -> Turn:
         """Take back the newest turn, and answer it.
 
-        Raises `RewindError` when there is none, or when the cache cannot go back to its start.
+        Where the cache cannot go back to its start, the next turn reads again what is missing.
+        Raises `RewindError` when there is none.
         """
         self._settle()
-        if not self._turns:
-            raise RewindError("there is no turn to undo; the conversation is empty")
-        turn = self._turns[-1]
-        self.history.rewind(turn.start)
+        turn = self._newest_turn("undo")
+        self._shorten(turn.start)
         self._turns.pop()
         return turn
 
@@ -165,20 +145,45 @@ class Conversation:
 
         Turns that begin among them go. A turn that loses only its tail keeps the rest of its
         answer; one whose whole answer goes no longer counts as said. Raises `RewindError` when
-        the cache cannot go back that far, `ConfigError` for less than one token.
+        there is no turn, `ConfigError` for less than one token.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"the number of tokens to drop must be at least 1, got {count!r}")
         self._settle()
+        self._newest_turn("undo")
         old = list(self.tokens)
         position = max(0, len(old) - count)
-        self.history.rewind(position)
+        self._shorten(position)
         ends = [*(turn.start for turn in self._turns[1:]), len(old)]
         self._turns = [
             turn if end <= position else self._cut(turn, old, position)
             for turn, end in zip(self._turns, ends, strict=True)
             if turn.start < position
         ]
+
+    @property
+    def transcript(self) -> Transcript:
+        """The conversation as it is now, to be saved."""
+        return Transcript(self.options.system, self.turns, list(self.tokens))
+
+    def load(self, saved: Transcript) -> None:
+        """Go on from a saved conversation, which the next turn reads.
+
+        Raises `CapacityError` when it leaves no room for an answer, `ConfigError` for a system
+        prompt that the model's template does not take.
+        """
+        self._settle()
+        count = len(saved.tokens)
+        if count + 1 > self.capacity:
+            raise CapacityError(
+                f"the saved conversation has {count} tokens and needs 1 position for an answer, "
+                f"but the capacity is {self.capacity}{self.options.capacity_source}; use a larger "
+                "capacity"
+            )
+        options = replace(self.options, system=saved.system)
+        script = _script_of(self.tokenizer, options)
+        self.history.become(saved.tokens)
+        self._turns, self.options, self._script = list(saved.turns), options, script
 
     def reset(self) -> None:
         """Forget all turns; the cache keeps its memory for the next ones."""
@@ -199,33 +204,35 @@ class Conversation:
         """Take the cache out of the registry. May be repeated."""
         self.cached.close()
 
-    def _run(self, target: list[int], same: int, turns: list[Turn]) -> Generator[str, None, None]:
+    def _run(
+        self, target: list[int], places: list[int], turns: list[Turn]
+    ) -> Generator[str, None, None]:
         from mlx_lm.generate import wired_limit
 
         try:
             with wired_limit(self.cached.model):
-                self._prefill(target, same, turns)
+                self._prefill(target, places, turns)
                 if not self._stopping:
                     with self._random.in_use():
-                        yield from self._answer(len(target), turns)
+                        yield from self._answer(turns)
         finally:
             self._align()
 
-    def _prefill(self, target: list[int], same: int, turns: list[Turn]) -> None:
+    def _prefill(self, target: list[int], places: list[int], turns: list[Turn]) -> None:
         """Feed all of `target` but its last token, unless stopped."""
         wanted = min(self.history.shared(target), len(target) - 1)
         self._before = self.tokens
         total = len(self.history.continue_as(target))
         done = len(target) - total
-        if done < wanted:
+        # Going back to where the answer before was asked for is in the order of things.
+        if done < min(wanted, max(1, turns[-2].start if turns[1:] else 0)):
             self._notify(
-                f"the conversation reads otherwise than before from token {same} on, and the "
+                f"the conversation reads otherwise than before from token {wanted} on, and the "
                 f"cache can go back to {done} only; reading {total} tokens from there"
             )
-        starts = [turn.start for turn in turns]
-        self.cached.mark(starts)
-        # A step that ends where a turn starts leaves a state there to come back to.
-        breaks = starts if self.cached.states else []
+        self.cached.mark(places)
+        # A step that ends at such a place leaves there what it takes to come back.
+        breaks = places if self.cached.keeps_places else []
         for start, stop in spans(done, len(target) - 1, self._prefill_step, breaks):
             self._report(start - done, total)
             if self._stopping:
@@ -233,11 +240,12 @@ class Conversation:
             self.cached.feed(target[start:stop])
         self._report(total, total)
 
-    def _answer(self, start: int, turns: list[Turn]) -> Iterator[str]:
-        budget = min(self.options.max_tokens, self.capacity - start)
+    def _answer(self, turns: list[Turn]) -> Iterator[str]:
+        budget = min(self.options.max_tokens, self.capacity - len(self.tokens))
         full = "length" if budget == self.options.max_tokens else "capacity"
         text = StoppingText(self.tokenizer, self._script.stop_tokens, self.options.stop_texts)
         end = "interrupted"
+        begun = "".join(map(text.add, self.tokens[turns[-1].answer_start :]))
         chooser = self._chooser.after(self.tokens)
         tokens = self.cached.generate(self.tokens[-1], budget, chooser)
         for number, token in enumerate(tokens, 1):
@@ -247,7 +255,8 @@ class Conversation:
             if token in self._script.stop_tokens:
                 end = "stop"
                 break
-            yield text.add(token)
+            yield begun + text.add(token)
+            begun = ""
             self._random.take()
             if text.stopped_by is not None:
                 end = "stop"
@@ -257,13 +266,28 @@ class Conversation:
             elif self._stopping:
                 break
         self._close_turn(end)
-        yield text.finish()
+        yield begun + text.finish()
 
     def _close_turn(self, end: str) -> None:
         turn = self._turns[-1]
         answer = tuple(self.tokens[turn.answer_start :])
         self._turns[-1] = replace(turn, answer=answer, end=end)
         self._answering = False
+
+    def _newest_turn(self, wish: str) -> Turn:
+        if not self._turns:
+            raise RewindError(f"there is no turn to {wish}; the conversation is empty")
+        return self._turns[-1]
+
+    def _shorten(self, position: int) -> None:
+        """Forget the tokens from `position` on, if not the rows before it."""
+        self.history.become(self.tokens[:position])
+        missing = len(self.history.pending)
+        if missing:
+            self._notify(
+                f"the cache can go back to {self.history.held} only; the next turn reads "
+                f"{missing} tokens again"
+            )
 
     def _settle(self) -> None:
         """End an answer that is still running, and make all agree."""
@@ -320,10 +344,5 @@ class Conversation:
             self.on_progress(processed, total)
 
 
-def spans(start: int, stop: int, size: int, breaks: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """`start` to `stop` in pieces of at most `size`, none of which goes across a break."""
-    ends = sorted({stop, *(place for place in breaks if start < place < stop)})
-    for end in ends:
-        for first in range(start, end, size):
-            yield first, min(first + size, end)
-        start = max(start, end)
+def _script_of(tokenizer: Any, options: ChatOptions) -> ChatScript:
+    return chat_script(tokenizer, options.system, options.raw, options.template_args)

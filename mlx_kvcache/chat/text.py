@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_kvcache.control.history import common_prefix
 from mlx_kvcache.errors import ConfigError
 
 Exchange = tuple[str, str]
 Message = dict[str, str]
 
 _PROBE = "answer"
+_THOUGHTS = "analysis"
+#: The name of a channel, and what is said in it.
+_CHANNEL = re.compile(
+    r"<\|channel\|>(\w+).*?<\|message\|>(.*?)(?=<\|(?:end|call|start)\|>|\Z)", re.DOTALL
+)
 #: What a template takes that follows from the conversation, or from how it is written down.
 _RESERVED = frozenset(
     (
@@ -64,6 +71,11 @@ class PlainScript:
         begun = _extended(self._tokenizer, added, text, prefill)
         return [*tokens, *begun] if tokens else _opened(self._tokenizer, begun)
 
+    def stays(self, exchanges: Sequence[Exchange], text: str, target: Sequence[int]) -> int:
+        """How many tokens of what was written for `text` the next turn begins with."""
+        del exchanges, text
+        return len(target)
+
 
 class TemplateScript:
     """The chat template of the tokenizer, rendered anew over the whole conversation each turn.
@@ -95,18 +107,15 @@ class TemplateScript:
     ) -> list[int]:
         """The conversation as the template renders it, up to where the answer to `text` begins.
 
-        It continues `tokens` unless the template writes earlier turns otherwise than before.
-        prefill: how the answer begins; its tokens come last, after all that the template puts
-        before an answer. Raises `ConfigError` when the template refuses.
+        It continues `tokens` unless the template writes earlier turns otherwise than before; then
+        it keeps of them what can be kept. prefill: how the answer begins; its tokens come last,
+        after all that the template puts before an answer. Raises `ConfigError` when the template
+        refuses.
         """
-        messages = list(self._system)
-        for user, answer in exchanges:
-            messages.append({"role": "user", "content": user})
-            messages.append({"role": "assistant", "content": answer})
-        messages.append({"role": "user", "content": text})
+        messages = self._messages(exchanges, text)
         rendered = self._rendered(messages)
         if rendered[: len(tokens)] != list(tokens):
-            rendered = self._continued(tokens, messages) or rendered
+            rendered = self._continued(tokens, self._text(messages)) or rendered
         return self._begun(messages, rendered, prefill)
 
     def write_messages(self, messages: Sequence[Message], prefill: str = "") -> list[int]:
@@ -116,6 +125,20 @@ class TemplateScript:
         """
         said = list(messages)
         return self._begun(said, self._rendered(said, "change the messages"), prefill)
+
+    def stays(self, exchanges: Sequence[Exchange], text: str, target: Sequence[int]) -> int:
+        """How many tokens of what was written for `text` the next turn begins with.
+
+        Fewer than all where the template puts before an answer what it leaves out of an earlier
+        one, or writes an earlier message otherwise.
+        """
+        messages = self._messages([*exchanges, (text, _PROBE)], _PROBE)
+        try:
+            whole = self._text(messages)
+        except ConfigError:
+            return len(target)
+        encoded = _opened(self._tokenizer, _encode(self._tokenizer, whole))
+        return max(common_prefix(target, encoded), self._agreement(target, whole))
 
     def _rendered(self, messages: list[Message], hint: str = "") -> list[int]:
         """The template's tokens of the messages. hint: what to do where it refuses."""
@@ -128,22 +151,52 @@ class TemplateScript:
         return rendered
 
     def _begun(self, messages: list[Message], rendered: list[int], prefill: str) -> list[int]:
-        """The rendered messages and how the answer begins."""
+        """What was rendered, and the beginning of the answer behind it."""
         if not prefill:
             return rendered
-        whole = str(_render(self._tokenizer, messages, self._arguments))
-        return _extended(self._tokenizer, rendered, whole, prefill)
+        return _extended(self._tokenizer, rendered, self._text(messages), prefill)
 
-    def _continued(self, tokens: Sequence[int], messages: list[Message]) -> list[int]:
-        """`tokens`, and what the template writes after their text; nothing where that differs."""
-        whole = str(_render(self._tokenizer, messages, self._arguments))
-        spelled = spell(self._tokenizer, tokens)
+    def _messages(self, exchanges: Sequence[Exchange], text: str) -> list[Message]:
+        messages = list(self._system)
+        for user, answer in exchanges:
+            messages.append({"role": "user", "content": user})
+            messages.append(answer_message(answer))
+        return [*messages, {"role": "user", "content": text}]
+
+    def _text(self, messages: list[Message]) -> str:
+        return str(_render(self._tokenizer, messages, self._arguments))
+
+    def _continued(self, tokens: Sequence[int], whole: str) -> list[int]:
+        """What spells `whole` and begins with as many of `tokens` as can be; or nothing."""
+        count = self._agreement(tokens, whole)
+        rest = whole[len(self._spelled(tokens[:count], whole)) :]
+        return [*tokens[:count], *_encode(self._tokenizer, rest)] if count else []
+
+    def _agreement(self, tokens: Sequence[int], whole: str) -> int:
+        """How many of `tokens` can begin what spells `whole`: all, or up to a special one.
+
+        Behind a special token, text is encoded as it is within the whole.
+        """
+        low, high = 0, len(tokens) + 1
+        middle = len(tokens)
+        while high - low > 1:
+            if whole.startswith(self._spelled(tokens[:middle], whole)):
+                low = middle
+            else:
+                high = middle
+            middle = (low + high) // 2
+        special = set(self._tokenizer.all_special_ids)
+        while 0 < low < len(tokens) and tokens[low - 1] not in special:
+            low -= 1
+        return low
+
+    def _spelled(self, tokens: Sequence[int], whole: str) -> str:
+        """The text of tokens, less an opening that the template does not write."""
         opening = opening_tokens(self._tokenizer)
-        # The tokenizer may have put in front what the template does not write.
-        for start in (spelled, spell(self._tokenizer, tokens[len(opening) :])):
-            if start and whole.startswith(start):
-                return [*tokens, *_encode(self._tokenizer, whole[len(start) :])]
-        return []
+        written = whole.startswith(spell(self._tokenizer, opening))
+        if written or list(tokens[: len(opening)]) != opening:
+            return spell(self._tokenizer, tokens)
+        return spell(self._tokenizer, tokens[len(opening) :])
 
 
 #: How a conversation, or a single prompt, is written down for the model.
@@ -210,6 +263,20 @@ def stop_tokens(tokenizer: Any, template_args: Mapping[str, Any] | None = None) 
     return ends | {int(token) for token in after[:1] if token in special}
 
 
+def answer_message(answer: str) -> Message:
+    """An answer as a chat template takes it.
+
+    Of one that the model wrote in channels (gpt-oss), templates want the thoughts by themselves,
+    and refuse the channels' names within the content.
+    """
+    parts = _CHANNEL.findall(answer)
+    if not parts:
+        return {"role": "assistant", "content": answer}
+    thoughts = "".join(text for channel, text in parts if channel == _THOUGHTS)
+    content = "".join(text for channel, text in parts if channel != _THOUGHTS)
+    return {"role": "assistant", "content": content, "thinking": thoughts}
+
+
 def opening_tokens(tokenizer: Any) -> list[int]:
     """The special tokens that the tokenizer itself puts before a text: BOS, or none."""
     bare = _encode(tokenizer, _PROBE)
@@ -268,8 +335,8 @@ def _render(
     # A template is a program of its own, and may fail as any program does.
     except Exception as error:
         system = messages[0]["role"] == "system"
-        hint = hint or ("leave --system out, or use --raw" if system else "use --raw")
+        usual = "leave --system out, or use --raw" if system else "use --raw"
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise ConfigError(
-            f"the model's chat template refuses this: {kind}{error}; {hint}"
+            f"the model's chat template refuses this: {kind}{error}; {hint or usual}"
         ) from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_kvcache.cache.sequence import MLXSequenceCache
+from mlx_kvcache.chat.checkpoints import RingCheckpoints
 from mlx_kvcache.control.registry import CacheSession
 from mlx_kvcache.errors import RewindError
 from mlx_kvcache.integrations.mlx_lm import PromptCache, RecurrentStates
@@ -17,8 +18,10 @@ from mlx_kvcache.integrations.mlx_lm import PromptCache, RecurrentStates
 Choose = Callable[[mx.array], mx.array]
 #: Tokens after which MLX's pool of freed buffers is emptied, as mlx-lm does.
 _CLEAR_INTERVAL = 256
-#: How many of the marked positions keep their recurrent states; each costs one state of the model.
+#: The most marked positions of which is kept what it takes to go back there.
 MAX_KEPT = 16
+#: The most bytes of that, where the cache itself is not larger; two positions are always kept.
+KEPT_BYTES = 256 << 20
 
 
 class TokenCache:
@@ -29,7 +32,9 @@ class TokenCache:
 
     A recurrent state (SSM, linear attention, convolution) holds no row for each position, so it
     cannot be rewound, only put back: `states` has what it was, by position, for 0, the marked
-    positions and the newest step. It is empty for a model that has no such layer.
+    positions and the newest step. It is empty for a model that has no such layer. A
+    sliding-window layer can be rewound by its spare rows; `checkpoints` has its rows at the marked
+    positions. Of those the newest are kept: `MAX_KEPT` at most, and `KEPT_BYTES`.
 
     The cache must be empty. Its key is in the registry until `close`.
     """
@@ -40,9 +45,11 @@ class TokenCache:
         self.states: dict[int, RecurrentStates] = {}
         if cache.recurrent:
             self.states[0] = cache.recurrent_states()
+        self.checkpoints = RingCheckpoints(cache.sequence)
         self.session = CacheSession.around(cache.sequence).open()
         self._finished = 0
-        self._marks: tuple[int, ...] = ()
+        self._marks: frozenset[int] = frozenset()
+        self._kept: frozenset[int] = frozenset()
 
     @property
     def sequence(self) -> MLXSequenceCache:
@@ -61,8 +68,9 @@ class TokenCache:
         """
         twin = TokenCache(self.model, self.cache.fork())
         twin.states = dict(self.states)
+        twin.checkpoints = self.checkpoints.copy_for(twin.sequence)
         twin._finished = self._finished
-        twin._marks = self._marks
+        twin._marks, twin._kept = self._marks, self._kept
         return twin
 
     def close(self) -> None:
@@ -73,6 +81,7 @@ class TokenCache:
         """Run the model over some more tokens in one step, and wait for it."""
         self._step(mx.array([list(tokens)]))
         self._wait()
+        self._keep_place()
         mx.clear_cache()
 
     def generate(self, first: int, count: int, choose: Choose) -> Iterator[int]:
@@ -98,32 +107,77 @@ class TokenCache:
 
         Raises `RewindError`, and changes nothing, when the layers cannot go back that far.
         """
-        if self.states and position not in self.states:
-            reachable = self.reachable_states()
-            raise RewindError(
-                f"cannot rewind from {self.length} to {position}: the model has recurrent "
-                "layers, whose state goes back only to where it was recorded, the start of a "
-                f"turn; {', '.join(str(place) for place in reachable)} can be reached",
-                nearest=max((place for place in reachable if place <= position), default=0),
-            )
+        by_rows = self._check_rewind(position)
         # In this order, an interruption anywhere leaves what the next call puts right.
-        self.sequence.rewind(position)
+        if by_rows:
+            self.sequence.rewind(position)
+        else:
+            self.checkpoints.go_back(position)
         if self.states:
             self.cache.restore_recurrent(self.states[position])
             self.states = {place: each for place, each in self.states.items() if place <= position}
+        self._marks = frozenset(place for place in self._marks if place <= position)
+        self._kept &= self._marks
+        self.checkpoints.keep(self._kept)
         self._finished = position
         self._wait()
 
-    def reachable_states(self) -> tuple[int, ...]:
-        """The recorded positions of the recurrent states to which all other layers can go too."""
+    def _check_rewind(self, position: int) -> bool:
+        """Whether the rows that are held are enough to go back; raises where nothing is."""
+        if self.states and position not in self.states:
+            reachable = ", ".join(str(place) for place in self.places())
+            raise RewindError(
+                f"cannot rewind from {self.length} to {position}: the model has recurrent "
+                "layers, whose state goes back only to where it was recorded, the start of a "
+                f"turn; {reachable} can be reached",
+                nearest=self._nearest_place(position),
+            )
+        try:
+            self.sequence.layout.check_rewind(position)
+        except RewindError as error:
+            if position in self.checkpoints.positions:
+                return False
+            nearest = max(self._nearest_place(position), 0 if self.states else error.nearest)
+            raise RewindError(str(error), nearest) from error
+        return True
+
+    def places(self) -> tuple[int, ...]:
+        """The positions that were kept, and to which all layers can go, lowest first."""
+        kept = self.checkpoints.positions
+        if not self.states:
+            return (0, *kept)
         floor, length = self.sequence.rewind_floor, self.length
         return tuple(
-            place for place in sorted(self.states) if not place or floor <= place <= length
+            place
+            for place in sorted(self.states)
+            if not place or floor <= place <= length or place in kept
         )
 
+    def _nearest_place(self, position: int) -> int:
+        return max((place for place in self.places() if place <= position), default=0)
+
+    @property
+    def keeps_places(self) -> bool:
+        """Whether the model has layers that need a marked position to go back to."""
+        return bool(self.states) or self.checkpoints.useful
+
     def mark(self, positions: Collection[int]) -> None:
-        """Name the positions to go back to later: recurrent states of others are let go."""
-        self._marks = tuple(positions)
+        """Name more positions to go back to later, where the cache stands or a `feed` will end."""
+        self._marks |= frozenset(positions)
+        self._keep_place()
+
+    def _keep_place(self) -> None:
+        """Keep what it takes to come back here, if it is marked, and let go of what is too much."""
+        if 0 < self.length in self._marks:
+            self.checkpoints.take()
+        cost = self.checkpoints.place_nbytes + self._state_nbytes
+        room = max(KEPT_BYTES, self.sequence.nbytes) // cost if cost else MAX_KEPT
+        self._kept = frozenset(sorted(self._marks)[-min(MAX_KEPT, max(2, room)) :])
+        self.checkpoints.keep(self._kept)
+
+    @property
+    def _state_nbytes(self) -> int:
+        return sum(int(entry.nbytes) for entry in self.cache.recurrent)
 
     def _wait(self) -> None:
         """Wait until everything that the cache holds is computed."""
@@ -135,8 +189,17 @@ class TokenCache:
         position = self.sequence.length
         if self.states:
             # What was before this step is needed when the step turns out to be one too many.
-            kept = {0, position - tokens.shape[1], *sorted(self._marks)[-MAX_KEPT:]}
+            kept = {0, position - tokens.shape[1], *self._kept}
             states = {place: each for place, each in self.states.items() if place in kept}
             self.states = {**states, position: self.cache.recurrent_states()}
         self._finished = position
         return logits[:, -1, :]
+
+
+def spans(start: int, stop: int, size: int, breaks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """`start` to `stop` in pieces of at most `size`, none of which goes across a break."""
+    ends = sorted({stop, *(place for place in breaks if start < place < stop)})
+    for end in ends:
+        for first in range(start, end, size):
+            yield first, min(first + size, end)
+        start = max(start, end)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlx_kvcache.commands.chat_input import line_history, on_terminal, read_line
+from mlx_kvcache.commands.chat_input import Read, on_terminal, reader
 from mlx_kvcache.commands.console import USER_ERROR, print_error, print_note
 from mlx_kvcache.commands.flags import flag
 from mlx_kvcache.commands.loading import load
@@ -20,7 +20,8 @@ from mlx_kvcache.commands.options import SequenceOptions, with_flags
 from mlx_kvcache.errors import KVCacheError
 
 if TYPE_CHECKING:
-    from mlx_kvcache.chat.conversation import Conversation, Turn
+    from mlx_kvcache.chat.conversation import Conversation
+    from mlx_kvcache.chat.turns import Turn
     from mlx_kvcache.commands.chat_commands import Room
 
 
@@ -35,12 +36,13 @@ class ChatFlags(SequenceOptions):
 def chat(options: ChatFlags) -> None:
     """Talk with a Hugging Face model over one cache.
 
-    Each line is a turn, and only its new tokens are read. Lines that start with a slash are
-    commands; `/help` lists them: take turns back, fork the conversation, look at the cache.
-    Ctrl-C stops an answer, and a second one at the prompt leaves.
+    Each message is a turn, and only its new tokens are read. Enter sends it; Alt-Enter begins
+    another line of it, and so do the lines of a paste. Messages that start with a slash are
+    commands; `/help` lists them: take turns back, answer one anew, fork the conversation, look at
+    the cache. Ctrl-C stops an answer, and a second one at the prompt leaves.
 
-    Lines can come from a pipe. The answers alone go to standard output; everything else goes to
-    standard error. From a pipe, the exit status is 2 when a line was refused.
+    Messages can come from a pipe, one a line. The answers alone go to standard output; everything
+    else goes to standard error. From a pipe, the exit status is 2 when a line was refused.
 
     Examples:
 
@@ -51,19 +53,20 @@ def chat(options: ChatFlags) -> None:
     printf 'Name a river.\\nAnother one.\\n/stats\\n' | mlx-kvcache chat --model org/model
     ```
     """
-    from mlx_kvcache.commands.chat_commands import Room
+    from mlx_kvcache.commands.chat_commands import COMMANDS, Room
 
     with closing(Room(_begin(options))) as room:
         if on_terminal():
             _greet(room, options)
-        with line_history():
-            status = _converse(room)
+        read = reader({name: command.purpose for name, command in COMMANDS.items()})
+        status = _converse(room, read)
     if status:
         raise typer.Exit(status)
 
 
 def _begin(options: SequenceOptions) -> Conversation:
-    from mlx_kvcache.chat.conversation import ChatOptions, Conversation
+    from mlx_kvcache.chat.conversation import Conversation
+    from mlx_kvcache.chat.turns import ChatOptions
 
     loaded = load(options)
     conversation = Conversation(
@@ -93,14 +96,13 @@ def _greet(room: Room, options: SequenceOptions) -> None:
     _note(cache_line(room.conversation.cached.sequence))
 
 
-def _converse(room: Room) -> int:
-    """Take lines until they end; answers the exit status."""
+def _converse(room: Room, read: Read) -> int:
+    """Take messages until they end; answers the exit status."""
     refused = interrupted = False
     while True:
         try:
-            line = read_line(f"{room.name}> ")
+            line = read(f"{room.name}> ")
             if line is None:
-                sys.stderr.write(_new_line())
                 break
             if not line.strip():
                 continue
@@ -111,7 +113,7 @@ def _converse(room: Room) -> int:
             if interrupted:
                 raise
             interrupted = True
-            _note(f"{_new_line()}Ctrl-C again leaves; so does /quit")
+            _note("Ctrl-C again leaves; so does /quit")
         except (KVCacheError, OSError) as error:
             if isinstance(error, BrokenPipeError):
                 raise
@@ -124,20 +126,24 @@ def _take(room: Room, line: str) -> bool:
     """Do what a line says, or answer it; False when it says to leave."""
     from mlx_kvcache.commands.chat_commands import run_command
 
+    conversation = room.conversation
     if line.startswith("/") and not line.startswith("//"):
         told = run_command(room, line)
-        for each in told or ():
+        for each in told.lines:
             _note(each)
-        return told is not None
-    _answer(room.conversation, line.removeprefix("/") if line.startswith("//") else line)
+        if told.answers:
+            _answer(conversation, conversation.retry)
+        return not told.leaves
+    text = line.removeprefix("/") if line.startswith("//") else line
+    _answer(conversation, lambda: conversation.ask(text))
     return True
 
 
-def _answer(conversation: Conversation, text: str) -> None:
+def _answer(conversation: Conversation, begin: Callable[[], Generator[str, None, None]]) -> None:
     from mlx_kvcache.models.progress import reading_prompt
 
-    before, written = len(conversation.turns), ""
-    pieces = conversation.ask(text)
+    before, written = conversation.turns, ""
+    pieces = begin()
     try:
         with (
             _interrupts(conversation),
@@ -155,14 +161,15 @@ def _answer(conversation: Conversation, text: str) -> None:
     if written and not written.endswith("\n"):
         sys.stdout.write("\n")
         sys.stdout.flush()
-    added = len(conversation.turns) > before
-    _remark(conversation, conversation.turns[-1] if added else None)
+    newest = conversation.turns[-1:]
+    begun = bool(newest) and (not before or newest[0] is not before[-1])
+    _remark(conversation, newest[0] if begun else None)
 
 
 def _remark(conversation: Conversation, turn: Turn | None) -> None:
     """Say why an answer ends, unless the model ended it."""
     if turn is None:
-        _note("interrupted before the answer began; the turn is not part of the conversation")
+        _note("interrupted before the answer began; the conversation stays as it was")
     elif turn.end == "interrupted":
         _note("interrupted; the answer stays as it is")
     elif turn.end == "length":
@@ -199,11 +206,6 @@ def _interrupts(conversation: Conversation) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-def _new_line() -> str:
-    """What ends the line of the prompt, where there is one."""
-    return "\n" if on_terminal() else ""
 
 
 def _note(message: str) -> None:

@@ -1,88 +1,59 @@
-"""The lines that a person types, or that a pipe brings."""
+"""The messages that a person types, or that a pipe brings."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 
-from mlx_kvcache.commands.console import decoded, not_utf8
-from mlx_kvcache.facts.files import replacing
+from mlx_kvcache.commands.console import decoded
+from mlx_kvcache.errors import ConfigError
 
-_HISTORY_LINES = 1000
+#: Answers the next message after a prompt, without its end; None when there is no more.
+Read = Callable[[str], str | None]
 
 
 def on_terminal() -> bool:
-    """Whether lines are typed: then there is a prompt."""
+    """Whether messages are typed: then there is a prompt."""
     return sys.stdin.isatty()
 
 
-def read_line(prompt: str) -> str | None:
-    """The next line, without its end; None when there is no more.
+def reader(commands: Mapping[str, str]) -> Read:
+    """What reads one message after the other.
 
-    The prompt is shown on a terminal only, and never on a standard output that goes elsewhere.
-    Raises `ConfigError` for a line that is not UTF-8.
+    On a terminal they can be edited and recalled, have several lines, and `commands` (what each
+    does, by name) are completed. The prompt never goes to a standard output that is no terminal.
+    From a pipe each line is a message. Reading raises `ConfigError` for what is not UTF-8.
     """
     if not on_terminal():
-        return _piped_line()
-    if sys.stdout.isatty():
+        return _piped_line
+    if not (sys.stdout.isatty() or sys.stderr.isatty()):
+        return _piped_line
+    # Imported where somebody types, since it takes a while.
+    from mlx_kvcache.commands.chat_terminal import typed_messages
+
+    read = typed_messages(commands, history_path())
+
+    def message(prompt: str) -> str | None:
+        text = read(prompt)
         try:
-            return input(prompt)
-        except EOFError:
-            return None
-        except UnicodeDecodeError as error:
-            raise not_utf8("the line", error) from error
-    sys.stderr.write(prompt)
-    sys.stderr.flush()
-    return _piped_line()
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the line is not valid UTF-8 (at character {error.start}); convert it"
+            ) from error
+        return text
 
-
-def _piped_line() -> str | None:
-    line = sys.stdin.buffer.readline()
-    return decoded(line, "the line").removesuffix("\n").removesuffix("\r") if line else None
-
-
-@contextmanager
-def line_history() -> Iterator[None]:
-    """While this is open, typed lines can be edited and recalled, those of earlier chats too.
-
-    Without Python's `readline` module, or without a terminal, nothing happens. What keeps the
-    history from being read or written is no reason to stop a chat.
-    """
-    readline = _readline() if on_terminal() else None
-    if readline is None:
-        yield
-        return
-    path = history_path()
-    with suppress(OSError):
-        readline.read_history_file(path)
-    try:
-        yield
-    finally:
-        readline.set_history_length(_HISTORY_LINES)
-        with suppress(OSError):
-            _write_history(readline, path)
+    return message
 
 
 def history_path() -> Path:
-    """Where typed lines are kept: `$XDG_STATE_HOME`, else `~/.local/state`, `mlx_kvcache/`."""
+    """Where what was typed is kept: `$XDG_STATE_HOME`, else `~/.local/state`, `mlx_kvcache/`."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "mlx_kvcache" / "chat_history"
 
 
-def _readline() -> ModuleType | None:
-    try:
-        import readline
-    except ImportError:
-        return None
-    return readline
-
-
-def _write_history(readline: ModuleType, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # What people say is theirs alone: the file is made for its owner only.
-    with replacing(path, mode=0o600) as partial:
-        readline.write_history_file(partial)
+def _piped_line(_prompt: str) -> str | None:
+    line = sys.stdin.buffer.readline()
+    return decoded(line, "the line").removesuffix("\n").removesuffix("\r") if line else None

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from mlx_kvcache.commands.chat_commands import COMMANDS
+from mlx_kvcache.commands.chat_input import history_path
 from tests.support.cold_runs import greedy
 from tests.support.processes import finish, start
 from tests.support.tiny_models_on_disk import words
@@ -90,19 +91,49 @@ def test_undo_of_tokens(chat, directories, loaded):
     assert second == spoken(greedy(loaded()[0], prompt, 6))
 
 
-def test_undo_beyond_the_rings_is_refused_and_the_next_turn_is_right(chat, directories):
+def test_undo_beyond_the_rings_reads_again_and_the_next_turn_is_right(chat, directories):
     texts = (words(*range(20, 40)), words(5))
-    result = chat(directories(), lines_of(*texts, "/undo 9", words(7)), *SHORT, "--spare", "4")
+    lines = lines_of(*texts, "/undo 9", words(7))
+    result = chat(directories(), lines, *SHORT, "--spare", "4")
+    assert result.exit_code == 0, result.stderr
+    assert said(result) == [
+        "the cache can go back to 32 only; the next turn reads 4 tokens again",
+        "back to 2 turns, 36 tokens",
+    ]
+    wide = chat(directories(), lines, *SHORT, "--spare", "60")
+    assert said(wide) == ["back to 2 turns, 36 tokens"]
+    assert result.stdout == wide.stdout
+    within = chat(directories(), lines_of(*texts, "/undo 4", words(7)), *SHORT, "--spare", "4")
+    assert said(within) == ["back to 2 turns, 41 tokens"]
+    assert within.stdout != result.stdout
+
+
+@pytest.mark.parametrize("command", ["/undo", "/undo 3", "/retry"])
+def test_an_empty_conversation_says_so_and_goes_on(chat, directories, answers, command):
+    result = chat(directories(), lines_of(command, words(5)), *SHORT)
     assert result.exit_code == 2
     (refusal,) = said(result)
-    assert refusal.startswith("error: cannot rewind from 45 to 36: a sliding-window layer has ")
-    assert "41 to 45 can be reached, or 0 to start again" in refusal
-    third = result.stdout.splitlines()[2]
-    whole = chat(directories(), lines_of(*texts, words(7)), *SHORT)
-    assert third == whole.stdout.splitlines()[2]
-    within = chat(directories(), lines_of(*texts, "/undo 4", words(7)), *SHORT, "--spare", "4")
-    assert within.exit_code == 0
-    assert within.stdout.splitlines()[2] != third
+    assert refusal.startswith("error: there is no turn to ")
+    assert "the conversation is empty" in refusal
+    assert result.stdout.splitlines() == [spoken(each) for each in answers(words(5))]
+
+
+def test_retry_answers_the_newest_turn_anew(chat, directories, answers):
+    lines = lines_of(words(5), words(6), "/retry", words(7))
+    greedy_chat = chat(directories(), lines, *SHORT)
+    assert greedy_chat.exit_code == 0, greedy_chat.stderr
+    first, second, third = answers(words(5), words(6), words(7))
+    expected = [spoken(each) for each in (first, second, second, third)]
+    assert greedy_chat.stdout.splitlines() == expected
+    assert said(greedy_chat) == [
+        "sampling is greedy, so the same answer is to be expected; --temp makes others"
+    ]
+    hot = chat(directories(), lines, *SHORT, "--temp", "1.5", "--seed", "3")
+    assert said(hot) == []
+    one, two, again, _ = hot.stdout.splitlines()
+    assert two != again
+    assert hot.stdout == chat(directories(), lines, *SHORT, "--temp", "1.5", "--seed", "3").stdout
+    assert one == hot.stdout.splitlines()[0]
 
 
 def test_reset(chat, directories):
@@ -153,11 +184,13 @@ def test_stats(chat, directories):
     assert lines[6].startswith("cache   2 flat + 2 ring(8) layers, 13/512 positions, ")
     assert result.stdout.count("\n") == 1
     rings = chat(directories(), lines_of(words(*range(20, 40)), "/stats"), *SHORT, "--spare", "4")
-    assert said(rings)[3] == "undo    positions that can be reached: 28 and up, or 0"
+    assert said(rings)[3] == (
+        "undo    positions that can be reached: 28 and up, 0, 25 (5.5 KiB kept)"
+    )
     hybrid = chat(directories("qwen3_next"), lines_of(words(5), "/stats"), *SHORT)
     line = said(hybrid)[3]
     assert line.startswith("states  recurrent layers hold ")
-    assert line.endswith(" for each position they can go back to: 0, 12, 13")
+    assert line.endswith(" for each position they can go back to: 0, 6, 12, 13")
 
 
 def test_save_writes_the_conversation_as_json_lines(chat, directories, tmp_path):
@@ -205,7 +238,8 @@ def test_help_and_unknown_commands_list_all(chat, directories):
         assert line.startswith(command.usage)
         assert command.usage.split()[0] == name
         assert line.endswith(command.purpose)
-    rest = lines[len(COMMANDS) + 1 :]
+    assert str(history_path()) in lines[len(COMMANDS) + 2]
+    rest = lines[len(COMMANDS) + 3 :]
     assert rest[0].startswith(f"error: there is no command /nope; there are: {', '.join(COMMANDS)}")
     assert rest[1].startswith("error: usage: /undo [N]")
     assert rest[2].startswith("error: usage: /save FILE [--force]")
@@ -214,8 +248,28 @@ def test_help_and_unknown_commands_list_all(chat, directories):
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("leave", ["/quit", "/exit"])
+def test_leaving_leaves_the_rest_unread(chat, directories, leave):
+    result = chat(directories(), lines_of(words(5), leave, words(6)), *SHORT)
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 1
+
+
 MISUSES = ("/reset now", "/forks 1", "/stats x", "/help me", "/quit now", "/undo -1", "/undo 0")
-MISUSES += ("/undo 1 2", "/undo 1.5", "/undo two", "/save a b", "/save --force", "/save ''")
+MISUSES += (
+    "/undo 1 2",
+    "/undo 1.5",
+    "/undo two",
+    "/save a b",
+    "/save --force",
+    "/save ''",
+    "/retry 2",
+    "/load",
+    "/load ''",
+    "/load a b",
+    "/exit now",
+    "/save",
+)
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
@@ -224,12 +278,6 @@ def test_misused_commands_change_nothing(chat, directories, answers, misuse):
     assert result.exit_code == 2
     assert len(said(result)) == 1
     assert result.stdout.splitlines() == [spoken(each) for each in answers(words(5), words(6))]
-
-
-def test_quit_leaves_the_rest_unread(chat, directories):
-    result = chat(directories(), lines_of(words(5), "/quit", words(6)), *SHORT)
-    assert result.exit_code == 0
-    assert len(result.stdout.splitlines()) == 1
 
 
 def test_blank_lines_and_slashes_and_a_last_line_without_an_end(chat, directories, answers):

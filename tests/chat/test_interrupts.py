@@ -11,6 +11,7 @@ import time
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_kvcache.chat.checkpoints import RingCheckpoints
 from mlx_kvcache.integrations.mlx_lm import MLXLMLayer
 from mlx_kvcache.models import load
 from tests.support.cold_runs import check_answer, check_cache, greedy, say
@@ -63,7 +64,7 @@ def test_stop_while_the_turn_is_read_takes_it_out_again(begin, family, read):
     check_cache(conversation)
 
 
-def test_a_turn_that_cannot_be_taken_out_of_the_rings_is_read_again(begin):
+def test_a_turn_that_cannot_be_taken_out_of_the_rings_is_read_again(begin, monkeypatch):
     conversation = begin("llama", prefill_step=8, spare=4)
     notices = []
     conversation.on_notice = notices.append
@@ -75,7 +76,15 @@ def test_a_turn_that_cannot_be_taken_out_of_the_rings_is_read_again(begin):
             conversation.stop()
 
     conversation.on_progress = stop_late
-    assert list(conversation.ask(words(*range(20, 40)))) == []
+    turn = words(*range(20, 40))
+    pieces = conversation.ask(turn)
+    assert list(pieces) == []
+    assert notices == []
+    check_cache(conversation)
+    # The same where nothing was kept of the place before the turn.
+    monkeypatch.setattr(RingCheckpoints, "take", lambda _: None)
+    conversation.cached.checkpoints.keep(frozenset())
+    assert list(conversation.ask(turn)) == []
     (notice,) = notices
     assert f"the next one reads {len(tokens)} tokens again" in notice
     assert (conversation.tokens, conversation.history.held) == (tokens, 0)

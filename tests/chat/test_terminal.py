@@ -1,221 +1,264 @@
-"""`mlx-kvcache chat` on a terminal: prompt, editing, history, Ctrl-C and Ctrl-D."""
+"""`mlx-kvcache chat` on a terminal: messages, editing, history, and the keys that interrupt."""
 
 from __future__ import annotations
 
-import os
-import pty
+import json
 import re
-import select
+import shlex
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
+from prompt_toolkit.document import Document
 
-from mlx_kvcache.commands import chat_input
-from tests.support.processes import COMMAND, hear_ctrl_c
+from mlx_kvcache.commands.chat_commands import COMMANDS
+from mlx_kvcache.commands.chat_terminal import CommandCompleter, MessageHistory
+from tests.support.processes import COMMAND, ROOT
+from tests.support.terminals import Terminal
 from tests.support.tiny_models_on_disk import words
 
-pytestmark = pytest.mark.slow
-
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
-
-
-class Terminal:
-    """A chat in a pseudo-terminal."""
-
-    def __init__(self, directory, state, *arguments, code=None, **streams):
-        self.leader, follower = pty.openpty()
-        command = COMMAND if code is None else [sys.executable, "-c", code]
-        environment = {**os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(state)}
-        self.process = subprocess.Popen(
-            [*command, "chat", "--model", str(directory), "--max-tokens", "6", *arguments],
-            **{"stdin": follower, "stdout": follower, "stderr": follower, **streams},
-            env=environment,
-            start_new_session=True,
-            preexec_fn=own_terminal,
-        )
-        os.close(follower)
-        self.shown = ""
-
-    def type(self, text):
-        os.write(self.leader, text.encode())
-
-    def wait_for(self, text, seconds=60):
-        """What was shown up to `text`, which must come."""
-        end = time.monotonic() + seconds
-        while text not in self.shown:
-            ready, _, _ = select.select([self.leader], [], [], max(0, end - time.monotonic()))
-            assert ready, f"{text!r} did not come; shown: {self.shown!r}"
-            try:
-                part = os.read(self.leader, 65536)
-            except OSError:
-                part = b""
-            assert part, f"the terminal closed before {text!r}; shown: {self.shown!r}"
-            self.shown = ESCAPES.sub("", self.shown + part.decode(errors="replace"))
-        before, _, self.shown = self.shown.partition(text)
-        return before
-
-    def press_ctrl_c_at_the_prompt(self):
-        # One that comes between the prompt and Python's wait for a key waits for the next key.
-        time.sleep(0.3)
-        self.type("\x03")
-
-    def end(self):
-        status = self.process.wait(timeout=60)
-        os.close(self.leader)
-        return status
-
-
-def own_terminal():
-    """Make the pseudo-terminal the one from which Ctrl-C comes."""
-    hear_ctrl_c()
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+ENDLESS = ("--max-tokens", "1000000", "--capacity", "1100000")
+CUT = "the answer was cut at 6 tokens"
 
 
 @pytest.fixture
 def terminal(directories, tmp_path):
+    """`terminal(*arguments, shell=...)`: a chat; shell: a line for bash with its command as %s."""
     started = []
 
-    def start(*arguments, **choices):
-        started.append(Terminal(directories(), tmp_path / "state", *arguments, **choices))
+    def start(*arguments, shell=""):
+        command = [*COMMAND, "chat", "--model", str(directories()), "--max-tokens", "6", *arguments]
+        if shell:
+            command = ["bash", "--norc", "-c", shell.replace("%s", shlex.join(command))]
+        started.append(Terminal(command, {"XDG_STATE_HOME": str(tmp_path / "state")}))
         return started[-1]
 
     yield start
     for each in started:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.wait()
+        each.close()
 
 
+def say(chat, text, prompt="main>"):
+    """Say something whose answer is cut, and wait for the next prompt; what was shown."""
+    chat.type(text + "\r")
+    shown = chat.wait_for(CUT)
+    chat.wait_for(prompt)
+    return shown
+
+
+@pytest.mark.slow
 def test_a_chat_on_a_terminal(terminal, tmp_path):
     chat = terminal()
-    greeting = chat.wait_for("main> ")
+    greeting = chat.wait_for("main>")
     assert "/help lists the commands" in greeting
     assert "2 flat + 2 ring(8) layers, 0/512 positions" in greeting
-    chat.type(words(5) + "\n")
-    answer = chat.wait_for("the answer was cut at 6 tokens")
-    # The line as it was typed, and the answer.
-    assert len(re.findall(r"w\d+", answer)) == 1 + 6
-    chat.wait_for("main> ")
-    chat.type("/fork side\n")
+    answer = say(chat, words(5)).strip().splitlines()[-1]
+    assert len(re.findall(r"w\d+", answer)) == 6
+    chat.type("/fork side\r")
     chat.wait_for("side is a copy of main")
-    chat.wait_for("main> ")
-    chat.type("/switch side\n")
+    chat.wait_for("main>")
+    chat.type("/switch side\r")
     chat.wait_for("this is side")
-    chat.wait_for("side> ")
-    chat.type("/undo\n")
+    chat.wait_for("side>")
+    chat.type("/undo\r")
     chat.wait_for("back to 0 turns, 0 tokens")
-    chat.wait_for("side> ")
+    chat.wait_for("side>")
+    chat.type("/undo\r")
+    chat.wait_for("error: there is no turn to undo; the conversation is empty")
+    chat.wait_for("side>")
     # The arrow recalls /undo, and an x is put before its second letter.
-    chat.type("\x1b[A\x01\x06x\n")
+    chat.type("\x1b[A\x01\x06x\r")
     chat.wait_for("error: there is no command /xundo;")
-    chat.wait_for("side> ")
-    chat.type("/nope\n")
-    chat.wait_for("error: there is no command /nope;")
-    chat.wait_for("side> ")
+    chat.wait_for("side>")
+    # The end of what the tabulator completes is a command of its own.
+    chat.type("/for\t")
+    chat.wait_for("/forks")
+    chat.type("s\r")
+    chat.wait_for("* side: 0 turns")
+    chat.wait_for("side>")
     chat.type("\x04")
     assert chat.end() == 0
     history = tmp_path / "state" / "mlx_kvcache" / "chat_history"
-    assert "/fork side" in history.read_text().splitlines()
+    entries = ["w5", "/fork side", "/switch side", "/undo", "/xundo", "/forks"]
+    assert history.read_text().splitlines() == entries
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert [history] == list(history.parent.iterdir())
 
     again = terminal()
-    again.wait_for("main> ")
-    again.type("\x1b[A")
-    again.wait_for("/nope")
-    again.type("\x15/quit\n")
+    again.wait_for("main>")
+    again.type("\x1b[A\x1b[A")
+    again.wait_for("/xundo")
+    again.type("\x15/exit\r")
     assert again.end() == 0
 
 
-def test_ctrl_c_on_a_terminal(terminal):
-    chat = terminal("--max-tokens", "1000000", "--capacity", "1100000")
-    chat.wait_for("main> ")
-    chat.type(words(5) + "\n")
+@pytest.mark.slow
+def test_a_message_of_several_lines_is_one_turn(terminal, tmp_path):
+    chat = terminal()
+    chat.wait_for("main>")
+    pasted = f"{words(5, 17)}\n{words(6)}\r\n{words(7)}"
+    chat.paste(pasted)
+    say(chat, "")
+    say(chat, f"{words(8)}\x1b\r{words(10)}")
+    say(chat, f"{words(11)}\\\r{words(12)}")
+    # From the history, whole.
+    chat.type("\x1b[A\x1b[A\x1b[A")
+    say(chat, "")
+    saved = tmp_path / "chat.jsonl"
+    chat.type(f"/save {saved}\r")
+    chat.wait_for("8 messages written")
+    chat.wait_for("main>")
+    chat.resize(12, 50)
+    chat.type("/undo\r")
+    chat.wait_for("back to 3 turns")
+    chat.wait_for("main>")
+    chat.type("/quit\r")
+    assert chat.end() == 0
+    messages = [json.loads(line) for line in saved.read_text().splitlines()]
+    assert [each["content"] for each in messages[::2]] == [
+        "w5 w17\nw6\nw7", "w8\nw10", "w11\nw12", "w8\nw10",
+    ]  # fmt: skip
+    again = terminal()
+    again.wait_for("main>")
+    again.type("\x1b[A" * 10)
+    again.wait_for("w5 w17")
+    again.wait_for("w7")
+    say(again, "")
+    again.type(f"/save --force {saved}\r")
+    again.wait_for("2 messages written")
+    again.wait_for("main>")
+    again.type("\x04")
+    assert again.end() == 0
+    assert json.loads(saved.read_text().splitlines()[0])["content"] == "w5 w17\nw6\nw7"
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_another_size_while_it_answers(terminal):
+    chat = terminal(*ENDLESS)
+    chat.wait_for("main>")
+    chat.type(words(5))
+    chat.resize(10, 40)
+    chat.type("\r")
+    for _ in range(5):
+        chat.wait_for(" w")
+    chat.resize(30, 120)
     for _ in range(5):
         chat.wait_for(" w")
     chat.type("\x03")
     chat.wait_for("interrupted; the answer stays as it is")
-    chat.wait_for("main> ")
+    chat.wait_for("main>")
     chat.type("half a line")
     chat.wait_for("half a line")
-    chat.press_ctrl_c_at_the_prompt()
+    chat.press_ctrl_c()
     chat.wait_for("Ctrl-C again leaves")
-    chat.wait_for("main> ")
-    chat.type("/stats\n")
+    chat.wait_for("main>")
+    chat.type("/stats\r")
     chat.wait_for("main: 1 turn")
-    chat.wait_for("main> ")
-    chat.press_ctrl_c_at_the_prompt()
+    chat.wait_for("main>")
+    chat.press_ctrl_c()
     chat.wait_for("Ctrl-C again leaves")
-    chat.wait_for("main> ")
-    chat.press_ctrl_c_at_the_prompt()
+    chat.wait_for("main>")
+    chat.press_ctrl_c()
     chat.wait_for("interrupted")
     assert chat.end() == 130
 
 
-def test_without_readline_it_works_too(terminal, tmp_path):
-    code = (
-        "import sys\nsys.modules['readline'] = None\n"
-        "from mlx_kvcache.commands.app import main\nmain()\n"
-    )
-    chat = terminal(code=code)
-    chat.wait_for("main> ")
-    chat.type(words(5) + "\n")
-    chat.wait_for("cut at 6 tokens")
-    chat.wait_for("main> ")
-    chat.type("/quit\n")
-    assert chat.end() == 0
-    assert not (tmp_path / "state").exists()
+@pytest.mark.slow
+def test_ctrl_z_at_the_prompt_and_while_it_answers(terminal):
+    # A shell with job control brings each stopped chat back to the front.
+    shell = "set -m; %s; echo STOPPED ONCE; fg; echo STOPPED TWICE; fg; echo LEFT $?"
+    chat = terminal(*ENDLESS, shell=shell)
+    chat.wait_for("main>")
+    chat.type(words(5))
+    chat.wait_for("w5")
+    chat.type("\x1a")
+    chat.wait_for("STOPPED ONCE")
+    # The line that was begun is still there.
+    chat.wait_for("main> w5")
+    chat.type(f" {words(17)}\r")
+    for _ in range(5):
+        chat.wait_for(" w")
+    chat.type("\x1a")
+    chat.wait_for("STOPPED TWICE")
+    for _ in range(5):
+        chat.wait_for(" w")
+    chat.type("\x03")
+    chat.wait_for("interrupted; the answer stays as it is")
+    chat.wait_for("main>")
+    chat.type("/stats\r")
+    chat.wait_for("main: 1 turn")
+    chat.wait_for("main>")
+    chat.type("\x04")
+    chat.wait_for("LEFT 0")
 
 
-def test_an_output_that_goes_elsewhere_gets_no_prompt(terminal):
-    chat = terminal(stdout=subprocess.PIPE)
-    chat.wait_for("main> ")
-    chat.type(words(5) + "\n")
-    chat.wait_for("cut at 6 tokens")
-    chat.wait_for("main> ")
-    chat.type("/quit\n")
-    output = chat.process.stdout.read().decode()
-    assert chat.end() == 0
-    assert re.fullmatch(r"(w\d+ ){5}w\d+\n", output)
-
-
-def test_a_long_turn_shows_a_bar(terminal):
-    chat = terminal("--prefill-step", "50")
-    chat.wait_for("main> ")
-    chat.type(words(*(3 + number % 90 for number in range(300))) + "\n")
-    shown = chat.wait_for("cut at 6 tokens")
+@pytest.mark.slow
+def test_an_output_that_goes_elsewhere_gets_answers_alone(terminal, tmp_path):
+    answers = tmp_path / "answers"
+    chat = terminal("--prefill-step", "50", shell=f"exec %s > {answers}")
+    chat.wait_for("main>")
+    chat.paste(words(*(3 + number % 90 for number in range(300))))
+    chat.type("\r")
+    shown = chat.wait_for(CUT)
     assert "reading the prompt" in shown
     assert "306/306" in shown
-    chat.wait_for("main> ")
-    chat.type(words(5) + "\n")
-    assert "reading the prompt" not in chat.wait_for("cut at 6 tokens")
-    chat.wait_for("main> ")
-    chat.type("/quit\n")
+    chat.wait_for("main>")
+    assert "reading the prompt" not in say(chat, words(5))
+    chat.type("/quit\r")
     assert chat.end() == 0
+    assert re.fullmatch(r"((w\d+ ){5}w\d+\n){2}", answers.read_text())
 
 
-def test_a_history_that_cannot_be_kept_is_no_reason_to_stop(monkeypatch, tmp_path):
-    class Readline:
-        @staticmethod
-        def refuse(*_):
-            raise OSError
+def test_commands_are_completed_at_the_beginning_of_a_message():
+    completer = CommandCompleter({name: each.purpose for name, each in COMMANDS.items()})
 
-        read_history_file = write_history_file = refuse
+    def completed(text):
+        return [each.text for each in completer.get_completions(Document(text), None)]
 
-        @staticmethod
-        def set_history_length(_):
-            pass
+    assert completed("/") == list(COMMANDS)
+    assert completed("/fo") == ["/fork", "/forks"]
+    assert completed("/save") == ["/save"]
+    for text in ("", "fo", "x /fo", "/fork ", "/nope", "//fo"):
+        assert completed(text) == []
 
-    monkeypatch.setattr(chat_input, "on_terminal", lambda: True)
-    monkeypatch.setattr(chat_input, "_readline", lambda: Readline)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with chat_input.line_history():
-        pass
-    assert list((tmp_path / "mlx_kvcache").iterdir()) == []
-    assert chat_input.history_path() == tmp_path / "mlx_kvcache" / "chat_history"
+
+def test_the_history_of_two_chats_is_kept_and_bounded(tmp_path, monkeypatch):
+    path = tmp_path / "state" / "history"
+    one, other = MessageHistory(path), MessageHistory(path)
+    one.store_string("first")
+    other.store_string("two\nlines \\n é\u2603")
+    one.store_string("third")
+    assert list(one.load_history_strings()) == ["third", "two\nlines \\n é\u2603", "first"]
+    assert len(path.read_text().split("\n")) == 4
+    monkeypatch.setattr("mlx_kvcache.commands.chat_terminal._HISTORY_ENTRIES", 2)
+    one.store_string("fourth")
+    assert list(other.load_history_strings()) == ["fourth", "third"]
+    path.write_bytes(b"\xff broken\nfifth\n")
+    assert list(one.load_history_strings()) == ["fifth", "\ufffd broken"]
+
+
+def test_a_history_that_cannot_be_kept_is_no_reason_to_stop(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    history = MessageHistory(tmp_path / "file" / "history")
+    assert list(history.load_history_strings()) == []
+    history.store_string("hello")
+    assert list(history.load_history_strings()) == []
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+@pytest.mark.slow
+def test_what_edits_messages_is_imported_on_a_terminal_only():
+    code = (
+        "import sys\n"
+        "from mlx_kvcache.commands import app, chat_input\n"
+        "chat_input.reader({})\n"
+        "print('prompt_toolkit' in sys.modules)\n"
+        "import mlx_kvcache.commands.chat_terminal\n"
+        "print('prompt_toolkit' in sys.modules)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert result.stdout.split() == ["False", "True"]

@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import processors
 
-from mlx_kvcache.chat.text import chat_script, opening_tokens, stop_tokens
+from mlx_kvcache.chat.text import answer_message, chat_script, opening_tokens, stop_tokens
 from mlx_kvcache.errors import ConfigError
 from tests.support.tiny_tokenizers import KINDS, byte_level
 
@@ -172,3 +172,32 @@ def test_raw_text_and_the_beginning_of_its_answer_are_read_as_one():
     assert script.write([], [], "Paris", " the")[: len(before)] == before
     later = script.write([], [7, 8], "Paris", " the")
     assert later == [7, 8, *byte.encode("Paris the", add_special_tokens=False)]
+
+
+CHANNELS = (
+    "{% for message in messages %}"
+    "{% if '<|channel|>' in message.content %}{{ raise_exception('channels') }}{% endif %}"
+    "[{{ message.role }}]{% if message.thinking and loop.last %}({{ message.thinking }})"
+    "{% endif %}{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+THOUGHT = "<|channel|>analysis<|message|>two\nlines<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>Paris < Rome"
+
+
+def test_answers_in_channels_are_given_to_the_template_as_it_wants_them():
+    assert answer_message("Paris") == {"role": "assistant", "content": "Paris"}
+    whole = {"role": "assistant", "content": "Paris < Rome", "thinking": "two\nlines"}
+    assert answer_message(THOUGHT + FINAL) == whole
+    assert answer_message(THOUGHT[:-7]) == {**whole, "content": ""}
+    commentary = "<|channel|>commentary to=tool <|constrain|>json<|message|>{}<|call|>"
+    assert answer_message(THOUGHT + commentary)["content"] == "{}"
+    tokenizer = with_template(byte_level(), CHANNELS)
+    script = chat_script(tokenizer, None, False)
+    first = script.write([], [], "is")
+    said = [*first, *tokenizer.encode(THOUGHT + FINAL, add_special_tokens=False)]
+    second = script.write([("is", THOUGHT + FINAL)], said, "the")
+    assert second[: len(first)] == first
+    written = tokenizer.decode(second[len(first) :])
+    assert written == "Paris < Rome</s>[user]the</s>[assistant]"
+    assert script.stays([], "is", first) == len(first)

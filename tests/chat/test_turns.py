@@ -179,8 +179,7 @@ def test_a_template_that_rewrites_history_is_followed(begin, family):
     assert conversation.turns[0].answer == first
     check_answer(conversation)
     check_cache(conversation)
-    # Recurrent layers go back to the turn's start only, which is told.
-    assert len(notices) == (family == "qwen3_next")
+    assert notices == []
     third = say(conversation, words(8))
     assert conversation.tokens[-len(third) :] == list(third)
     check_answer(conversation)
@@ -211,12 +210,13 @@ def test_a_template_that_changes_the_very_beginning_is_followed(begin, family):
     check_cache(conversation)
 
 
-def test_history_rewritten_beyond_the_rings_is_read_again(begin, monkeypatch):
+def test_history_rewritten_beyond_all_that_is_kept_is_read_again(begin, monkeypatch):
     conversation = begin("llama", FORGETFUL, spare=2, max_tokens=12)
     notices = []
     conversation.on_notice = notices.append
     say(conversation, words(5, 17))
     assert conversation.cached.sequence.rewind_floor > conversation.turns[0].answer_start
+    conversation.cached.checkpoints.keep(frozenset())
     steps = fed(conversation, monkeypatch)
     say(conversation, words(40))
     assert len(notices) == 1
@@ -370,3 +370,77 @@ def test_spans():
     assert list(spans(0, 10, 4, [])) == [(0, 4), (4, 8), (8, 10)]
     assert list(spans(3, 10, 4, [0, 3, 5, 10, 12])) == [(3, 5), (5, 9), (9, 10)]
     assert list(spans(5, 5, 4, [2])) == list(spans(6, 5, 4, [])) == []
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "raw"])
+def test_answers_that_are_made_to_begin_with_a_text(begin, template):
+    conversation = begin(template=template, prefill=words(30, 31), max_tokens=4)
+    shown = "".join(conversation.ask(words(5, 17)))
+    (turn,) = conversation.turns
+    assert turn.answer[:2] == (30, 31)
+    assert (len(turn.answer), turn.end) == (6, "length")
+    asked = [1, 94, 92, 5, 17, 95, 94, 93] if template else [1, 5, 17]
+    assert conversation.tokens == [*asked, *turn.answer]
+    assert shown == conversation.answer_text(turn)
+    assert shown == conversation.tokenizer.decode(list(turn.answer))
+    assert shown.startswith(words(30, 31) + " ")
+    model = conversation.cached.model
+    assert list(turn.answer[2:]) == greedy(model, [*asked, 30, 31], 4)
+    assert list(turn.answer[2:]) != greedy(model, asked, 4)
+    check_cache(conversation)
+    before = list(conversation.tokens)
+    say(conversation, words(40))
+    assert conversation.tokens[: len(before)] == before
+    assert conversation.turns[1].answer[:2] == (30, 31)
+    assert "".join(conversation.retry()).startswith(words(30, 31))
+    assert conversation.tokens[: len(before)] == before
+    check_cache(conversation)
+    conversation.undo()
+    assert conversation.tokens == before
+
+
+def test_the_template_takes_the_arguments_of_the_conversation(begin):
+    styled = TEMPLATE.replace("{{ bos_token }} ", "{{ bos_token }} w{{ style or 10 }} ")
+    conversation = begin(template=styled, template_args={"style": 12})
+    say(conversation, words(5))
+    assert conversation.tokens[:3] == [1, 12, 94]
+    check_answer(conversation)
+    plain = begin(template=styled)
+    say(plain, words(5))
+    assert plain.tokens[:3] == [1, 10, 94]
+    with pytest.raises(ConfigError, match="--raw leaves the chat template out"):
+        begin(raw=True, template_args={"style": 12})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_retry_that_is_broken_off_keeps_the_answer(begin, family):
+    conversation = begin(family, spare=2)
+    say(conversation, words(*range(20, 40)))
+    say(conversation, words(5))
+    tokens, turns = list(conversation.tokens), conversation.turns
+    pieces = conversation.retry()
+    conversation.stop()
+    assert list(pieces) == []
+    assert (conversation.tokens, conversation.turns) == (tokens, turns)
+    pieces = conversation.retry()
+    next(pieces)
+    pieces.close()
+    assert conversation.turns[:1] == turns[:1]
+    assert conversation.turns[1].answer == turns[1].answer[:1]
+    say(conversation, words(6))
+    check_answer(conversation)
+    check_cache(conversation)
+
+
+def test_a_retry_draws_another_answer(begin):
+    mx.random.seed(5)
+    conversation = begin(sampling=Sampling(1.5), max_tokens=20)
+    say(conversation, words(5))
+    first = say(conversation, words(6))
+    before = conversation.tokens[: conversation.turns[1].answer_start]
+    for _ in conversation.retry():
+        pass
+    assert len(conversation.turns) == 2
+    assert conversation.turns[1].answer != first
+    assert conversation.tokens == [*before, *conversation.turns[1].answer]
+    check_cache(conversation)

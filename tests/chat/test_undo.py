@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_kvcache.errors import ConfigError, RewindError
-from tests.support.cold_runs import check_answer, check_cache, say
+from tests.support.cold_runs import check_answer, check_cache, fed, say
 from tests.support.tiny_models_on_disk import words
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
@@ -63,16 +63,41 @@ def test_undo_after_a_ring_wrap_within_the_spare_rows(begin, family, template):
 
 
 @TEMPLATES
-def test_undo_beyond_the_spare_rows_is_refused_and_changes_nothing(begin, template):
+def test_undo_beyond_the_spare_rows_goes_back_to_what_was_kept(begin, template):
     conversation = wrapped(begin, "llama", template)
     conversation.undo()
-    state = snapshot(conversation)
-    assert conversation.cached.sequence.rewind_floor > conversation.turns[1].start
-    with pytest.raises(RewindError, match="a sliding-window layer has overwritten rows"):
-        conversation.undo()
-    assert snapshot(conversation) == state
+    start = conversation.turns[1].start
+    assert conversation.cached.sequence.rewind_floor > start
+    assert start in conversation.cached.checkpoints.positions
+    before = conversation.tokens[:start]
+    conversation.on_notice = pytest.fail
+    conversation.undo()
+    assert conversation.tokens == before
     check_cache(conversation)
     say(conversation, words(8, 9))
+    check_answer(conversation)
+    check_cache(conversation)
+
+
+@TEMPLATES
+def test_undo_beyond_all_that_is_kept_reads_again(begin, template, monkeypatch):
+    conversation = wrapped(begin, "llama", template)
+    conversation.undo()
+    conversation.cached.checkpoints.keep(frozenset())
+    start = conversation.turns[1].start
+    assert conversation.cached.sequence.rewind_floor > start
+    notices = []
+    conversation.on_notice = notices.append
+    before = conversation.tokens[:start]
+    conversation.undo()
+    assert notices == [f"the cache can go back to 0 only; the next turn reads {start} tokens again"]
+    assert conversation.tokens == before
+    assert conversation.history.held == 0
+    steps = fed(conversation, monkeypatch)
+    say(conversation, words(8, 9))
+    assert sum(steps) == len(conversation.tokens)
+    monkeypatch.undo()
+    assert len(notices) == 1
     check_answer(conversation)
     check_cache(conversation)
 
@@ -170,22 +195,45 @@ def test_undo_after_a_drop_into_a_question_goes_to_its_start(begin):
         check_cache(conversation)
 
 
-def test_a_drop_beyond_the_spare_rows_is_refused_and_changes_nothing(begin):
+def test_a_drop_beyond_the_spare_rows_reads_again_from_the_place_before(begin, monkeypatch):
     conversation = wrapped(begin, "llama", ())
-    state = snapshot(conversation)
-    conversation_floor = conversation.cached.sequence.rewind_floor
-    furthest = len(conversation.tokens) - conversation_floor
-    with pytest.raises(RewindError, match="overwritten"):
-        conversation.drop(furthest + 1)
-    assert snapshot(conversation) == state
+    sequence = conversation.cached.sequence
+    furthest = len(conversation.tokens) - sequence.rewind_floor
+    notices = []
+    conversation.on_notice = notices.append
     conversation.drop(furthest)
-    assert len(conversation.tokens) == conversation_floor
+    assert len(conversation.tokens) == sequence.rewind_floor
+    assert notices == []
     check_cache(conversation)
+    position = sequence.rewind_floor - 1
+    place = max(each for each in conversation.cached.places() if each <= position)
+    assert 0 < place < position
+    conversation.drop(1)
+    assert len(conversation.tokens) == position
+    assert notices == [
+        f"the cache can go back to {place} only; the next turn reads {position - place} tokens "
+        "again"
+    ]
+    steps = fed(conversation, monkeypatch)
     say(conversation, words(8))
+    assert sum(steps) == len(conversation.tokens) - place
+    monkeypatch.undo()
     check_answer(conversation)
+    check_cache(conversation)
     conversation.drop(10_000)
     assert conversation.tokens == []
     check_cache(conversation)
+
+
+def test_an_empty_conversation_has_nothing_to_take_back(begin):
+    conversation = begin()
+    for take_back in (conversation.undo, lambda: conversation.drop(3)):
+        with pytest.raises(RewindError, match="no turn to undo; the conversation is empty"):
+            take_back()
+    with pytest.raises(RewindError, match="no turn to answer anew; the conversation is empty"):
+        conversation.retry()
+    say(conversation, words(5))
+    check_answer(conversation)
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 1.5, "3"])
@@ -198,15 +246,30 @@ def test_drops_that_cannot_be(begin, count):
     assert snapshot(conversation) == state
 
 
-def test_recurrent_layers_go_back_to_turn_starts_only(begin):
+def test_recurrent_layers_go_back_to_where_turns_and_answers_begin(begin, monkeypatch):
     conversation = begin("qwen3_next")
     for text in (words(5, 17), words(40), words(61)):
         say(conversation, text)
-    state = snapshot(conversation)
-    starts = ", ".join(str(turn.start) for turn in conversation.turns)
-    with pytest.raises(RewindError, match=f"recurrent layers.*; {starts}, .*can be reached"):
-        conversation.drop(3)
-    assert snapshot(conversation) == state
+    places = conversation.cached.places()
+    for turn in conversation.turns:
+        assert {turn.start, turn.answer_start - 1} <= set(places)
+    notices = []
+    conversation.on_notice = notices.append
+    kept = conversation.tokens[:-3]
+    conversation.drop(3)
+    place = conversation.turns[-1].answer_start - 1
+    assert conversation.tokens == kept
+    assert conversation.history.held == place
+    (notice,) = notices
+    assert notice == (
+        f"the cache can go back to {place} only; the next turn reads {len(kept) - place} tokens "
+        "again"
+    )
+    steps = fed(conversation, monkeypatch)
+    say(conversation, words(12))
+    assert sum(steps) == len(conversation.tokens) - place
+    monkeypatch.undo()
+    check_answer(conversation)
     check_cache(conversation)
     # The number of tokens since a turn's start is as good as /undo.
     conversation.drop(len(conversation.tokens) - conversation.turns[1].start)
@@ -218,21 +281,25 @@ def test_recurrent_layers_go_back_to_turn_starts_only(begin):
     check_cache(conversation)
 
 
-def test_recurrent_states_of_old_turns_are_let_go(begin, monkeypatch):
-    monkeypatch.setattr("mlx_kvcache.chat.token_cache.MAX_KEPT", 2)
-    conversation = begin("qwen3_next")
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_what_is_kept_of_old_turns_is_let_go(begin, monkeypatch, family):
+    monkeypatch.setattr("mlx_kvcache.chat.token_cache.MAX_KEPT", 4)
+    conversation = begin(family, spare=4)
     for number in range(5):
         say(conversation, words(10 + number))
-    assert len(conversation.cached.states) <= 2 + 1 + 2
+        assert len(conversation.cached.checkpoints.positions) <= 4
+        assert len(conversation.cached.states) <= 4 + 1 + 2
     conversation.undo()
     conversation.undo()
     check_cache(conversation)
-    state = snapshot(conversation)
-    with pytest.raises(RewindError, match="recurrent layers"):
-        conversation.undo()
-    assert snapshot(conversation) == state
+    start = conversation.turns[-1].start
+    notices = []
+    conversation.on_notice = notices.append
+    conversation.undo()
+    assert f"the next turn reads {start} tokens again" in notices[0]
     say(conversation, words(8))
     check_answer(conversation)
+    check_cache(conversation)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -48,6 +49,20 @@ def warm_logits(conversation: Conversation, token: int) -> mx.array:
 
 def distance(one: mx.array, other: mx.array) -> float:
     return float(mx.abs(one - other).max())
+
+
+def fed(conversation: Conversation, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each step that the conversation's model is run over from now on."""
+    counted: list[int] = []
+    model = conversation.cached.model
+
+    class Counting:
+        def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+            counted.append(tokens.shape[1])
+            return model(tokens, cache=cache)
+
+    monkeypatch.setattr(conversation.cached, "model", Counting())
+    return counted
 
 
 def check_cache(conversation: Conversation, probe: int = 7) -> None:
