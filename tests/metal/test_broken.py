@@ -54,7 +54,7 @@ def launch_of(name: str) -> Launch:
 def ready(compiler: build.Compiler) -> build.Compiler:
     """The compiler, with all of the folder compiled."""
     sources = [(name, (FOLDER / f"{name}.metal").read_text(encoding="utf-8")) for name in NAMES]
-    executor.prepare([(launch_of(name), source) for name, source in sources], compiler)
+    executor.prepare([(launch_of(name), executor.Text(source)) for name, source in sources], compiler)
     return compiler
 
 
@@ -63,7 +63,7 @@ def test_each_broken_kernel_is_caught_for_its_own_reason(ready: build.Compiler, 
     source = (FOLDER / f"{name}.metal").read_text(encoding="utf-8")
     expected = expectations(source)
     assert expected, f"{name} says nothing of what is wrong with it"
-    _, findings = executor.examine(launch_of(name), ready, body=source)
+    _, findings = executor.examine(launch_of(name), ready, text=executor.Text(source))
     assert findings, f"{name} was not caught"
     for finding in findings:
         assert finding.file == f"{name}.metal", str(finding)
@@ -109,6 +109,6 @@ for (int round = 0; round < 2; ++round) {
 sum += simd_max(strided[(i % 64) * strided_strides[0]]) + tiny[i % 3];
 out[first + i] = sum;
 """
-    outputs, findings = executor.examine(launch_of("sound"), compiler, body=body)
+    outputs, findings = executor.examine(launch_of("sound"), compiler, text=executor.Text(body))
     assert findings == ()
     assert len(set(outputs[0].tolist())) > 60

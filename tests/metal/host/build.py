@@ -26,6 +26,8 @@ KERNEL_FLAGS = (
     # Most programs run for less time than an optimizer would, and no access is optimized away.
     "-O0",
     SANITIZERS,
+    # Metal has no recursion: the runtime keeps the functions that a thread is in.
+    "-finstrument-functions",
     # A local that was never set is garbage, not the zero that a fresh stack happens to hold.
     "-ftrivial-auto-var-init=pattern",
     "-Wall",
