@@ -180,10 +180,10 @@ def cell_scatter(pool: mx.array, rows: mx.array, cells: mx.array) -> Launch:
     return _move(CELL_SCATTER, pool.dtype, (pool, rows, cells.astype(mx.int32)), pool.shape)
 
 
-def cell_gather(pool: mx.array, cells: mx.array) -> Launch:
-    """The rows of `cells` [S], S >= 1, out of `pool` [B, H, C, D]."""
+def cell_gather(pool: mx.array, cells: mx.array, rows: int = 0) -> Launch:
+    """The rows of `cells` [S], S >= 1, out of `pool` [B, H, C, D]; rows of zeros up to `rows`."""
     batch, heads, _, dim = pool.shape
-    shape = (batch, heads, cells.size, dim)
+    shape = (batch, heads, max(cells.size, rows), dim)
     return _move(CELL_GATHER, pool.dtype, (pool, cells.astype(mx.int32)), shape)
 
 

@@ -68,9 +68,7 @@ def _last_slab(launch: Launch, group: int, wanted: list[mx.array]) -> FarCase:
     """One threadgroup of the last slab, and the rows that its outputs must hold."""
     height = launch.threadgroup[1]
     first = (SLABS - 1) * ROWS + group * height
-    written = tuple(
-        (first * shape[3], height * shape[3]) for shape in launch.output_shapes
-    )
+    written = tuple((first * shape[3], height * shape[3]) for shape in launch.output_shapes)
     part = Part(groups=((0, group, SLABS - 1),), written=written)
     assert all(array.shape[0] == height for array in wanted)
     return FarCase(launch, part, tuple(array.reshape(-1) for array in wanted))
@@ -155,12 +153,8 @@ def outputs_far(file: str) -> list[FarCase]:
     new = mx.quantize(rows, group_size=32, bits=4)
     launch = metal.ring_write_quantized(*map(_large, pool), rows, ROWS - 40, cpu_rule=True)
     held = [mx.broadcast_to(array[0, -1], (64, array.shape[3])) for array in pool]
-    end = [
-        mx.concatenate([a[:24], b[0, -1, :40]]) for a, b in zip(held, new, strict=True)
-    ]
-    beginning = [
-        mx.concatenate([b[0, -1, 40:], a[:4]]) for a, b in zip(held, new, strict=True)
-    ]
+    end = [mx.concatenate([a[:24], b[0, -1, :40]]) for a, b in zip(held, new, strict=True)]
+    beginning = [mx.concatenate([b[0, -1, 40:], a[:4]]) for a, b in zip(held, new, strict=True)]
     return [_last_slab(launch, ROWS // 64 - 1, end), _last_slab(launch, 0, beginning)]
 
 

@@ -101,6 +101,8 @@ def _gathers() -> list[Case]:
         (metal.cell_gather(pool, reverse), (ops.cell_gather(pool, reverse),)),
         (metal.cell_gather(pool, outside), (ops.cell_gather(pool, nearest),)),
     ]
+    launch = metal.cell_gather(pool, reverse, 16)
+    cases.append((launch, (ops.cell_gather(pool, reverse, 16),)))
     for layout in ("spaced", "mirrored"):
         launch = metal.cell_gather(laid_out(pool, layout), reverse)
         cases.append((launch, (ops.cell_gather(pool, reverse),)))

@@ -10,7 +10,7 @@ from mlx_kvcache.store.metal import read_source
 from tests.support.arrays import bits
 
 from . import far
-from .conftest import COMPILERS, HOST_PLACES, compiler_named
+from .conftest import COMPILERS, compiler_named
 from .host import build, executor
 from .kernel_cases import FILES, GATHER, HEADER, JOIN, QUANTIZED, SCATTER, WRITE
 
@@ -72,8 +72,8 @@ def verdicts(file: str, text: executor.Text, compiler: build.Compiler) -> set[st
     return found
 
 
-@pytest.fixture(scope="module", params=HOST_PLACES[:1])
-def ready(request: pytest.FixtureRequest) -> list[build.Compiler]:
+@pytest.fixture(scope="module")
+def ready() -> list[build.Compiler]:
     """The compilers, of which each has compiled its share of the mutants."""
     compilers = [compiler_named(name) for name in COMPILERS]
     for share, compiler in enumerate(compilers):
@@ -89,6 +89,8 @@ def ready(request: pytest.FixtureRequest) -> list[build.Compiler]:
     return compilers
 
 
+@pytest.mark.metal_host
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(NARROWINGS)))
 def test_a_narrowed_offset_is_seen(ready: list[build.Compiler], number: int) -> None:
     mutant = NARROWINGS[number]

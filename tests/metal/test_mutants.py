@@ -88,6 +88,8 @@ MUTANTS = [Mutant(*fields) for fields in (
     (GATHER, "clamp(int(cells[row * cells_strides[0]]), 0, pool_shape[2] - 1)",
      "cells[row * cells_strides[0]]", "out-of-range"),
     (GATHER, "row * cells_strides[0]", "row", "out-of-range"),
+    (GATHER, "row < uint", "row <= uint", "out-of-range"),
+    (GATHER, "pack.lane[i] = static_cast<T>(0.0f);", "", "uninitialized-read"),
     (GATHER, "(pool + from, pool_strides[3])", "(pool + from, 1)", "out-of-range"),
     (HEADER, "step == 1", "step <= 1", "out-of-range", WRITE),
     (HEADER, "step == 1", "step >= 0", "out-of-range", WRITE),

@@ -26,8 +26,8 @@ from filelock import FileLock
 
 from mlx_kvcache.store.metal import SHARED_HEADER, Launch, Size, read_source
 
-from .build import CACHE, CompileError, Compiler, compiled
-from .rules import refusals
+from .build import CACHE, FUNCTION_FLAGS, CompileError, Compiler, compiled
+from .rules import may_recurse, refusals, type_names
 from .signature import signature_of
 from .translate import unit
 
@@ -80,7 +80,9 @@ class Part:
 
 
 def _view(array: mx.array) -> np.ndarray:
-    return np.array(array.view(_STORAGE[array.dtype]) if array.dtype in _STORAGE else array, copy=False)
+    return np.array(
+        array.view(_STORAGE[array.dtype]) if array.dtype in _STORAGE else array, copy=False
+    )
 
 
 @cache
@@ -91,7 +93,7 @@ def _buffer_alignment() -> int:
     return _view(fresh).ctypes.data % 16
 
 
-def _strides(array: mx.array, view: np.ndarray) -> tuple[int, ...]:
+def _strides(view: np.ndarray) -> tuple[int, ...]:
     return tuple(step // view.itemsize for step in view.strides)
 
 
@@ -99,6 +101,10 @@ def _elements(view: np.ndarray, strides: tuple[int, ...]) -> bytes:
     """The elements in order, those along an axis of stride 0 once."""
     once = tuple(slice(0, 1) if step == 0 else slice(None) for step in strides)
     return np.ascontiguousarray(view[once]).tobytes()
+
+
+def _outputs_of(launch: Launch) -> list[tuple[tuple[int, ...], mx.Dtype]]:
+    return list(zip(launch.output_shapes, launch.output_dtypes, strict=True))
 
 
 def _request(launch: Launch, seeds: tuple[int, ...], part: Part) -> bytes:
@@ -114,12 +120,14 @@ def _request(launch: Launch, seeds: tuple[int, ...], part: Part) -> bytes:
     given = dict(part.strides)
     for number, array in enumerate(launch.arrays):
         view = _view(array)
-        strides = given.get(number, _strides(array, view))
+        strides = given.get(number, _strides(view))
         alignment = (view.ctypes.data - _buffer_alignment()) % 16
         numbers(array.dtype.size, alignment, array.ndim, *array.shape, *strides)
         parts.append(_elements(view, strides))
     numbers(len(launch.output_shapes))
-    for number, (shape, dtype) in enumerate(zip(launch.output_shapes, launch.output_dtypes, strict=True)):
+    for number, (shape, dtype) in enumerate(
+        zip(launch.output_shapes, launch.output_dtypes, strict=True)
+    ):
         first, count = part.written[number] if part.written else (0, math.prod(shape))
         numbers(dtype.size, math.prod(shape) * dtype.size, first * dtype.size, count * dtype.size)
         value = launch.init_value
@@ -131,7 +139,9 @@ def _request(launch: Launch, seeds: tuple[int, ...], part: Part) -> bytes:
 
 def _outputs(launch: Launch, raw: bytes, part: Part) -> tuple[mx.array, ...]:
     outputs, at = [], 0
-    for number, (shape, dtype) in enumerate(zip(launch.output_shapes, launch.output_dtypes, strict=True)):
+    for number, (shape, dtype) in enumerate(
+        zip(launch.output_shapes, launch.output_dtypes, strict=True)
+    ):
         held = (part.written[number][1],) if part.written else shape
         count = math.prod(held) * dtype.size
         unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.size]
@@ -178,13 +188,20 @@ def _unit(launch: Launch, text: Text) -> str:
     return unit(signature_of(launch, body), (SHARED_HEADER, header), (launch.kernel.file, body))
 
 
+def _flags(launch: Launch, text: Text) -> tuple[str, ...]:
+    return FUNCTION_FLAGS if any(may_recurse(source) for source in text.of(launch)) else ()
+
+
 def _refused(launch: Launch, text: Text) -> tuple[Finding, ...]:
     body, header = text.of(launch)
     texts = ((SHARED_HEADER, header, False), (launch.kernel.file, body, True))
+    types = type_names(header) | {
+        name for name, value in launch.template if isinstance(value, mx.Dtype)
+    }
     return tuple(
         Finding("rejected", file, refusal.line, refusal.reason)
         for file, source, in_function in texts
-        for refusal in refusals(source, in_function=in_function)
+        for refusal in refusals(source, in_function=in_function, types=types)
     )
 
 
@@ -195,14 +212,14 @@ def prepare(kernels: list[tuple[Launch, Text]], compiler: Compiler) -> None:
     and the others find what it has made.
     """
 
-    def attempt(source: str) -> None:
+    def attempt(kernel: tuple[Launch, Text]) -> None:
         with contextlib.suppress(CompileError):
-            compiled(source, compiler)
+            compiled(_unit(*kernel), compiler, _flags(*kernel))
 
-    sources = [_unit(launch, text) for launch, text in kernels if not _refused(launch, text)]
+    accepted = [kernel for kernel in kernels if not _refused(*kernel)]
     CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
     with FileLock(CACHE / "prepare.lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(attempt, sources))
+        list(pool.map(attempt, accepted))
 
 
 def examine(
@@ -221,9 +238,8 @@ def examine(
     refused = _refused(launch, text)
     if refused:
         return (), refused
-    source = _unit(launch, text)
     try:
-        program = compiled(source, compiler)
+        program = compiled(_unit(launch, text), compiler, _flags(launch, text))
     except CompileError as error:
         found = _REJECTED.search(str(error))
         place = (found[1], int(found[2]), found[3]) if found else ("?", 0, str(error))

@@ -18,7 +18,7 @@ _ABSENT = (
 _ABSENT_WORD = re.compile(rf"\b(?:{'|'.join(_ABSENT)}|long\s+long)\b|\bstd\s*::")
 _PREPROCESSOR = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-_MAY_QUOTE = re.compile(r"\[\[.*?\]\]|\bstatic_assert\s*\((?:[^;]*?),\s*\"[^\"\n]*\"\s*\)", re.DOTALL)
+_MAY_QUOTE = re.compile(r"\[\[.*?\]\]|\bstatic_assert\s*\([^;\"]*,\s*\"[^\"\n]*\"\s*\)", re.DOTALL)
 _STATIC = re.compile(r"\bstatic\b(?P<rest>[^;={(]*)(?P<end>[;={(])")
 _SPACES = r"device|constant|threadgroup|thread"
 _ARGUMENTS = r"<[^;(){}<>]*(?:<[^;(){}<>]*>[^;(){}<>]*)*>"
@@ -33,6 +33,11 @@ _NEW_TYPE = re.compile(
 )
 
 
+_DEFINITION = re.compile(r"\b(\w+)\s*\([^;{}]*\)\s*(?:const\s*)?\{")
+_CALL = re.compile(rf"\b(\w+)\s*(?:{_ARGUMENTS}\s*)?\(")
+_NO_FUNCTION = {"if", "for", "while", "switch", "catch"}
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A line of a kernel that Metal would refuse, and why."""
@@ -41,14 +46,48 @@ class Refusal:
     reason: str
 
 
+def may_recurse(source: str) -> bool:
+    """Whether some function may call itself, as far as names tell: overloads count as one."""
+    text = without_comments(source)
+    calls: dict[str, set[str]] = {}
+    for found in _DEFINITION.finditer(text):
+        if found[1] not in _NO_FUNCTION:
+            body = text[found.end() : _end_of_block(text, found.end())]
+            calls.setdefault(found[1], set()).update(_CALL.findall(body))
+    for start in calls:
+        seen: set[str] = set()
+        ahead = set(calls[start])
+        while ahead:
+            name = ahead.pop()
+            if name == start:
+                return True
+            if name in calls and name not in seen:
+                seen.add(name)
+                ahead |= calls[name]
+    return False
+
+
+def _end_of_block(text: str, start: int) -> int:
+    depth = 1
+    for at in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if not depth:
+            return at
+    return len(text)
+
+
 def _blank(found: re.Match[str]) -> str:
     return re.sub(r"[^\n]", " ", found.group())
 
 
-def _pointers(text: str) -> re.Pattern[str]:
-    """Pointer and reference types of the types that a text knows: a product has no type before it."""
-    own = {name for pair in _NEW_TYPE.findall(text) for name in pair if name}
-    known = "|".join([_BUILT_IN, *(rf"{name}(?:\s*{_ARGUMENTS})?" for name in sorted(own))])
+def type_names(text: str) -> frozenset[str]:
+    """The types that a text declares, and its template's."""
+    return frozenset(name for pair in _NEW_TYPE.findall(text) for name in pair if name)
+
+
+def _pointers(types: frozenset[str]) -> re.Pattern[str]:
+    """Pointer and reference types: a product has no type before it."""
+    known = "|".join([_BUILT_IN, *(rf"{name}(?:\s*{_ARGUMENTS})?" for name in sorted(types))])
     return re.compile(
         rf"(?<![\w.>:])(?P<before>(?:(?:const|volatile|{_SPACES}|typename|metal\s*::)\s+)*)"
         rf"\b(?:{known})(?P<after>(?:\s+(?:const|volatile|{_SPACES}))*)\s*(?P<mark>[*&])(?!&)"
@@ -59,8 +98,13 @@ def _names_a_space(found: re.Match[str]) -> bool:
     return re.search(rf"\b(?:{_SPACES})\b", found["before"] + found["after"]) is not None
 
 
-def refusals(source: str, *, in_function: bool) -> list[Refusal]:
-    """What is not Metal in a text; `in_function` says whether it is the body of one."""
+def refusals(
+    source: str, *, in_function: bool, types: frozenset[str] = frozenset()
+) -> list[Refusal]:
+    """What is not Metal in a text; `in_function` says whether it is the body of one.
+
+    types: the names of types that it knows from elsewhere.
+    """
     text = without_comments(source)
     found: list[tuple[int, str]] = []
     text = _PREPROCESSOR.sub(_blank, text)
@@ -69,7 +113,7 @@ def refusals(source: str, *, in_function: bool) -> list[Refusal]:
     text = _QUOTED.sub(_blank, text)
     for each in _ABSENT_WORD.finditer(text):
         found.append((each.start(), f"Metal has no {each.group().strip()}"))
-    for each in _pointers(text).finditer(text):
+    for each in _pointers(types | type_names(text)).finditer(text):
         if not _names_a_space(each):
             kind = "pointer" if each["mark"] == "*" else "reference"
             found.append((each.start("mark"), f"a {kind} without an address space"))
@@ -80,7 +124,5 @@ def refusals(source: str, *, in_function: bool) -> list[Refusal]:
         method = each["end"] == "(" and scope in (TYPE, NAMESPACE)
         if not fixed and not method:
             found.append((each.start(), "a static variable"))
-    return sorted(
-        (Refusal(text.count("\n", 0, at) + 1, reason) for at, reason in found),
-        key=lambda refusal: refusal.line,
-    )
+    lines = {Refusal(text.count("\n", 0, at) + 1, reason) for at, reason in found}
+    return sorted(lines, key=lambda refusal: (refusal.line, refusal.reason))

@@ -31,15 +31,16 @@ _NUMBER = re.compile(
     r"(?<![\w.])(?P<digits>(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+"
     r"|0[xX][\da-fA-F]*\.?[\da-fA-F]*[pP][+-]?\d+)(?![\w.])"
 )
-#: A statement that declares locals and gives them no value.
-_VALUELESS = re.compile(
-    rf"^\s*(?:(?:thread|volatile|typename)\s+)*(?P<type>{_TYPE})"
-    r"\s+(?P<names>\w+\s*(?:\[[^\[\]=]+\]\s*)*(?:,\s*\w+\s*(?:\[[^\[\]=]+\]\s*)*)*)$"
+#: A statement that declares locals: no other one begins with two words.
+_DECLARATION = re.compile(
+    rf"^\s*(?:(?:thread|volatile|typename)\s+)*(?P<type>{_TYPE})\s+(?P<names>\w+\s*(?:[\[,=].*)?)$",
+    re.DOTALL,
 )
 _NO_TYPE = frozenset(
-    "break case const constant constexpr continue default delete device do else enum goto new "
-    "return static struct class threadgroup typedef union using namespace template".split()
-)
+    {"break", "case", "const", "constant", "constexpr", "continue", "default", "delete", "device",
+     "do", "else", "enum", "goto", "new", "return", "static", "struct", "class", "threadgroup",
+     "typedef", "union", "using", "namespace", "template"}
+)  # fmt: skip
 #: What a pair of braces, or the whole text, holds.
 NAMESPACE, TYPE, FUNCTION = "namespace", "type", "function"
 _OPENS_TYPE = re.compile(r"\b(?:struct|class|union|enum)\b[^;(){}]*$")
@@ -88,8 +89,25 @@ def _shared_array(found: re.Match[str]) -> str:
 
 
 def _swizzled(found: re.Match[str]) -> str:
-    lanes = ", ".join(str("xyzw".find(c) if c in "xyzw" else "rgba".find(c)) for c in found["lanes"])
+    lanes = ", ".join(
+        str("xyzw".find(c) if c in "xyzw" else "rgba".find(c)) for c in found["lanes"]
+    )
     return f".template swizzle<{lanes}>()"
+
+
+def _without_value(statement: str) -> list[str]:
+    """The locals that a statement declares and gives no value."""
+    found = _DECLARATION.match(statement)
+    if found is None or found["type"] in _NO_TYPE:
+        return []
+    parts, depth, start = [], 0, 0
+    for at, character in enumerate(found["names"] + ","):
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
+        if character == "," and not depth:
+            parts.append(found["names"][start:at])
+            start = at + 1
+    names = (re.match(r"\s*(\w+)", part) for part in parts if "=" not in part and "(" not in part)
+    return [name[1] for name in names if name]
 
 
 def _with_garbage(text: str, outermost: str) -> str:
@@ -100,13 +118,10 @@ def _with_garbage(text: str, outermost: str) -> str:
         depth += {"(": 1, ")": -1}.get(character, 0)
         if depth or character not in "{};":
             continue
-        statement = text[start:at]
         pieces.append(text[start : at + 1])
+        if character == ";" and scopes[at] == FUNCTION:
+            pieces += [f" host::garble({name});" for name in _without_value(text[start:at])]
         start = at + 1
-        found = _VALUELESS.match(statement) if character == ";" else None
-        if found and scopes[at] == FUNCTION and found["type"] not in _NO_TYPE:
-            for name in re.findall(r"(?:^|,)\s*(\w+)", found["names"]):
-                pieces.append(f" host::garble({name});")
     return "".join(pieces) + text[start:]
 
 

@@ -2,9 +2,9 @@
 //
 // A seed of 0 runs in order, 1 in reverse, any other one in a shuffled order: an even one lets
 // single simdgroups run far ahead of the others, an odd one mingles them. The first seed runs
-// twice, with other garbage in whatever was never written. What the outputs then hold goes to the
-// file named by the first argument, one after another; findings, and a last line "done", go to
-// standard output.
+// with other garbage than the rest in whatever was never written. What the outputs hold after it
+// goes to the file named by the first argument, one after another; findings, and a last line
+// "done", go to standard output.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -141,11 +141,13 @@ int run(const char* outputs_path, const Program& program) {
   read_request(program);
   check_limits();
   const std::vector<Bytes> first = outputs_of_run(request.seeds[0], 0x5a, program);
-  compare(first, outputs_of_run(request.seeds[0], 0xc3, program), "uninitialized-read",
-          "locals without a value hold something else");
   for (size_t i = 1; i < request.seeds.size(); ++i) {
-    compare(first, outputs_of_run(request.seeds[i], 0x5a, program), "order-dependent",
-            "the threads run in another order");
+    const std::vector<Bytes> other = outputs_of_run(request.seeds[i], 0xc3, program);
+    if (other != first && !has_findings()) {
+      compare(first, outputs_of_run(request.seeds[0], 0xc3, program), "uninitialized-read",
+              "locals without a value hold something else");
+      compare(first, other, "order-dependent", "the threads run in another order");
+    }
   }
   std::FILE* file = std::fopen(outputs_path, "wb");
   if (file == nullptr) return 4;

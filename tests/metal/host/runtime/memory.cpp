@@ -13,7 +13,7 @@ namespace host {
 Actor* actor = nullptr;
 
 constexpr uint64_t many_threads = UINT64_MAX;
-constexpr uint32_t many_simdgroups = UINT32_MAX;
+constexpr uint16_t many_simdgroups = UINT16_MAX;
 
 static Access current_access(Kind kind, Atomic atomic) {
   Access access;
@@ -24,12 +24,13 @@ static Access current_access(Kind kind, Atomic atomic) {
   access.barriers = shared ? actor->threadgroup_barriers : actor->device_barriers;
   access.simd_barriers =
       shared ? actor->simd_threadgroup_barriers : actor->simd_device_barriers;
-  access.atomic = atomic;
+  access.operation = atomic.operation;
+  access.value = atomic.value;
   return access;
 }
 
 // Whether two atomic accesses leave and answer the same in both orders, ticket numbers aside.
-static bool commute(const Atomic& before, const Atomic& now) {
+static bool commute(const Access& before, const Access& now) {
   if (before.operation == AtomicOperation::none || before.operation != now.operation) {
     return false;
   }
@@ -55,7 +56,7 @@ static bool unordered(const Access& before, const Access& now) {
 }
 
 static bool conflicts(const Access& before, const Access& now) {
-  return unordered(before, now) && !commute(before.atomic, now.atomic);
+  return unordered(before, now) && !commute(before, now);
 }
 
 // Remembers an access beside those of other threads that nothing orders before it: then no single
@@ -163,7 +164,7 @@ check_write(Buffer& buffer, int64_t offset, int64_t size, int64_t alignment, Ato
 
 // Bytes that were never written are those of the initial value, or garbage.
 static uint8_t byte_at(const Buffer& buffer, int64_t at) {
-  if (buffer.kind == Kind::input || buffer.writes[at].thread != 0) {
+  if (buffer.writes[at].thread != 0) {
     return buffer.bytes[at];
   }
   return buffer.initialized ? buffer.initial[at % buffer.element_bytes] : buffer.garbage;
@@ -180,6 +181,10 @@ void read_memory(
     Buffer* buffer, int64_t offset, void* to, int64_t size, int64_t alignment, Atomic atomic, Site site) {
   if (!is_pointer_set(buffer, site) || !check_read(*buffer, offset, size, alignment, atomic, site)) {
     std::memset(to, 0x5a, size);
+    return;
+  }
+  if (buffer->kind == Kind::input) {
+    std::memcpy(to, buffer->bytes.data() + buffer->origin + offset, size);
     return;
   }
   for (int64_t i = 0; i < size; ++i) {

@@ -26,13 +26,15 @@ struct Actor {
   metal::uint3 position{0, 0, 0};
 };
 
+// One for each byte, and two of them: small.
 struct Access {
   uint64_t thread = 0; // 0: nobody yet
   uint64_t group = 0;
-  uint32_t simdgroup = 0;
   uint32_t barriers = 0;
   uint32_t simd_barriers = 0;
-  Atomic atomic;
+  uint32_t value = 0; // of an atomic store
+  uint16_t simdgroup = 0;
+  AtomicOperation operation = AtomicOperation::none;
 };
 
 enum class Kind { input, output, threadgroup };
