@@ -35,7 +35,7 @@ from .host.translate import NAMESPACE, threads_meet, to_cpp
         ("const constant int32_t& start", "const constant int32_t& start"),
         ("thread float* p = local;", "thread float* p = local;"),
         ("int product = device_rows * 2;", "int product = device_rows * 2;"),
-        ("x * 0.5 + 1e-3 - 2.f + .25 + 3. + 4.0h;", "x * 0.5f + 1e-3f - 2.f + .25f + 3.f + 4.0h;"),
+        ("x * 0.5 + 1e-3 - 2.f + .25 + 3. + 4.0h;", "x * 0.5f + 1e-3f - 2.f + .25f + 3.f + half(4.0f);"),
         ("a1.5; v.x1; 0x1p-3; 7; 0x1e3;", "a1.5; v.x1; 0x1p-3f; 7; 0x1e3;"),
         ("v.xz = u.rgba;", "v.template swizzle<0, 2>() = u.template swizzle<0, 1, 2, 3>();"),
         ("v.x = u.xy(1);", "v.x = u.xy(1);"),

@@ -31,6 +31,7 @@ _NUMBER = re.compile(
     r"(?<![\w.])(?P<digits>(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+"
     r"|0[xX][\da-fA-F]*\.?[\da-fA-F]*[pP][+-]?\d+)(?![\w.])"
 )
+_HALF_NUMBER = re.compile(r"(?<![\w.])(?P<digits>(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?)[hH]\b")
 #: A statement that declares locals: no other one begins with two words.
 _DECLARATION = re.compile(
     rf"^\s*(?:(?:thread|volatile|typename)\s+)*(?P<type>{_TYPE})\s+(?P<names>\w+\s*(?:[\[,=].*)?)$",
@@ -130,6 +131,7 @@ def to_cpp(source: str, outermost: str = FUNCTION) -> str:
     text = without_comments(source)
     text = _ATTRIBUTE.sub("", text)
     text = _NUMBER.sub(r"\g<digits>f", text)
+    text = _HALF_NUMBER.sub(r"half(\g<digits>f)", text)
     text = _SWIZZLE.sub(_swizzled, text)
     previous = None
     while previous != text:  # a pointer type may stand within a pointer type's arguments
