@@ -93,7 +93,9 @@ def _swizzled(found: re.Match[str]) -> str:
     lanes = ", ".join(
         str("xyzw".find(c) if c in "xyzw" else "rgba".find(c)) for c in found["lanes"]
     )
-    return f".template swizzle<{lanes}>()"
+    # What is asked for a component of its own is only read.
+    is_read = re.match(r"\s*\.", found.string[found.end() :])
+    return f".template {'picked' if is_read else 'swizzle'}<{lanes}>()"
 
 
 def _without_value(statement: str) -> list[str]:

@@ -119,6 +119,8 @@ class Element : public Cell<S, T> {
       return *this;                                                                           \
     }                                                                                         \
     template <int... Lanes>                                                                   \
+    auto picked() const { return static_cast<Whole>(*this).template picked<Lanes...>(); }     \
+    template <int... Lanes>                                                                   \
     auto swizzle() const { return static_cast<Whole>(*this).template picked<Lanes...>(); }    \
     Element<S, T> operator[](Index lane) const {                                              \
       return pointer<S, T>(&*this)[metal::checked_lane(lane, count)];                         \

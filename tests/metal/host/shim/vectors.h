@@ -119,9 +119,11 @@ namespace metal {
     T& operator[](host::Index lane) { return (&x)[checked_lane(lane, N)]; }                    \
     const T& operator[](host::Index lane) const { return (&x)[checked_lane(lane, N)]; }        \
     template <int... Lanes>                                                                    \
-    Swizzled<T, Lanes...> swizzle() { return {&x}; }                                           \
+    Swizzled<T, Lanes...> swizzle() & { return {&x}; }                                         \
     template <int... Lanes>                                                                    \
-    vec<T, sizeof...(Lanes)> swizzle() const { return picked<Lanes...>(); }                    \
+    vec<T, sizeof...(Lanes)> swizzle() && { return picked<Lanes...>(); }                       \
+    template <int... Lanes>                                                                    \
+    vec<T, sizeof...(Lanes)> swizzle() const& { return picked<Lanes...>(); }                   \
     template <int... Lanes>                                                                    \
     vec<T, sizeof...(Lanes)> picked() const {                                                  \
       return vec<T, sizeof...(Lanes)>((*this)[Lanes]...);                                      \
