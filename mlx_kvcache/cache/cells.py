@@ -25,7 +25,7 @@ from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.layout.cells import CellLayout, runs_of_cells
 from mlx_kvcache.layout.runs import Run, grown_rows
 from mlx_kvcache.layout.steps import DeclaredStep, StepSpan
-from mlx_kvcache.store.choice import bytes_per_token, prefers_array_start
+from mlx_kvcache.store.choice import prefers_array_start
 from mlx_kvcache.store.rows import DenseRows, KeysValues, Placement
 
 KIND = "cell"
@@ -62,7 +62,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
         super().__init__(geometry, config)
         config = self.config
         self._stores = [DenseRows() for _ in geometry.layers]
-        self._array_start = prefers_array_start(bytes_per_token(geometry, config))
+        self._array_start = prefers_array_start(geometry, config)
         self._cells = min(config.initial_capacity, config.capacity)
         # The cells for which there is memory; 0 until that was asked.
         self._room = 0

@@ -23,7 +23,7 @@ from mlx_kvcache.facts.checks import is_integer
 from mlx_kvcache.facts.config import CacheConfig, validate
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
 from mlx_kvcache.layout.sequence import SequenceLayout
-from mlx_kvcache.store.choice import bytes_per_token, prefers_array_start
+from mlx_kvcache.store.choice import prefers_array_start
 
 KIND = "sequence"
 
@@ -70,7 +70,7 @@ class MLXSequenceCache:
         )
 
     def _make_steps(self, policies: list[LayerPolicy]) -> dict[LayerPolicy, PolicySteps]:
-        array_start = prefers_array_start(bytes_per_token(self.geometry, self.config))
+        array_start = prefers_array_start(self.geometry, self.config)
         steps: dict[LayerPolicy, PolicySteps] = {}
         for index, policy in enumerate(policies):
             if policy not in steps:

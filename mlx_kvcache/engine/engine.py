@@ -41,6 +41,7 @@ from mlx_kvcache.integrations.sampling import (
     Sampling,
     check_sampling,
 )
+from mlx_kvcache.integrations.tracing import weight_bytes
 
 GREEDY = Sampling()
 #: Rows that a batched session starts with, unless they are given.
@@ -88,7 +89,13 @@ class Engine:
             # Every batched session starts with so many rows of its own.
             initial_capacity = BATCHED_ROWS if kind == BATCHED else DEFAULT_INITIAL_CAPACITY
         config = CacheConfig(
-            capacity, kv_dtype, initial_capacity, spare, max_context, max_write=max_write
+            capacity,
+            kv_dtype,
+            initial_capacity,
+            spare,
+            max_context,
+            max_write=max_write,
+            weight_bytes=weight_bytes(model),
         )
         flat_model = FlatModel(model, windows)
         self.vocabulary = flat_model.vocabulary

@@ -37,6 +37,8 @@ class CacheConfig:
         a ring that wrapped can be rewound by this many positions.
     max_context: the most positions of a single sequence, where a cache holds many; None: all.
     max_write: the former name of `spare`, deprecated.
+    weight_bytes: bytes of the model's weights, where they are known: what limits a decode step
+        follows from them.
     """
 
     capacity: int = MAX_CAPACITY
@@ -45,6 +47,7 @@ class CacheConfig:
     spare: int = DEFAULT_SPARE
     max_context: int | None = None
     max_write: InitVar[int | None] = None
+    weight_bytes: int | None = None
 
     def __post_init__(self, max_write: int | None) -> None:
         if max_write is None:
@@ -92,6 +95,11 @@ def validate(geometry: CacheGeometry, config: CacheConfig) -> None:
     _require("spare", config.spare, 1, "a ring needs at least one spare row to write to")
     if config.max_context is not None:
         _require("max_context", config.max_context, 1, "leave it out for no limit of its own")
+    if config.weight_bytes is not None and not is_integer(config.weight_bytes, 0):
+        raise ConfigError(
+            f"weight_bytes must be a number of bytes or None, got {config.weight_bytes!r}; "
+            "leave it out where it is not known"
+        )
     item_size(config.kv_dtype)
 
 

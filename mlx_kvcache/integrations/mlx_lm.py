@@ -29,7 +29,7 @@ from mlx_kvcache.facts.config import (
     CacheConfig,
 )
 from mlx_kvcache.facts.geometry import CacheGeometry
-from mlx_kvcache.integrations.tracing import leaves, trace_geometry
+from mlx_kvcache.integrations.tracing import leaves, trace_geometry, weight_bytes
 
 #: Between `trim_prompt_cache` and a layer stand `can_trim_prompt_cache`, a generator, and both of
 #: these again in a `CacheList`.
@@ -259,6 +259,7 @@ def make_prompt_cache(
         initial_capacity=initial_capacity,
         spare=spare,
         max_write=max_write,
+        weight_bytes=weight_bytes(model),
     )
     layer_class = MLXLMLayer if windows is None else RewindowedLayer
     sequence = MLXSequenceCache(geometry, config, layer_class)

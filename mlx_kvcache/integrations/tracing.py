@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     CacheList,
     ChunkedKVCache,
@@ -72,6 +73,12 @@ def leaves(cache: object) -> Iterator[Any]:
             yield from leaves(child)
     else:
         yield cache
+
+
+def weight_bytes(model: Module) -> int:
+    """Bytes of all the weights of a model, loaded or not."""
+    parameters: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
+    return sum(int(array.nbytes) for _, array in parameters)
 
 
 def trace_geometry(model: Module) -> TracedGeometry:

@@ -4,6 +4,9 @@ A kernel of `mx.fast.metal_kernel` cannot write into its input: it always produc
 a write of T rows into a ring of R rows moves all R of them. MLX's own `slice_update` works in
 place when nobody else holds the array, and then moves T rows. Hence the rule, in one function:
 `cheaper_path`. The costs it compares count every byte read and every byte written.
+
+A call of a kernel also keeps the host busy for ten times as long as one of MLX's ops. That goes
+unseen while the GPU has more to do than the host, and counts where it has less.
 """
 
 from __future__ import annotations
@@ -25,7 +28,18 @@ KernelPath = Literal["metal", "ops"]
 PATH_VARIABLE = "MLX_KVCACHE_KERNELS"
 #: Forces the form of the start of a write ("array" or "integer").
 START_FORM_VARIABLE = "MLX_KVCACHE_START"
-#: From this many stored bytes a token on, a model is bound by its GPU and not by graph building.
+#: What a call costs the host: of a kernel (its arguments are checked and its name is made up anew
+#: each time), and of one of MLX's ops such as `slice_update`.
+KERNEL_CALL_MICROSECONDS = 18.0
+OP_CALL_MICROSECONDS = 1.6
+#: What the slowest of Apple's GPUs moves: a kernel that repays its call there does so on any.
+BYTES_PER_MICROSECOND = 100_000
+#: Weights that take a GPU longer to read (a few milliseconds at 100 GB/s, half of one at 800 GB/s)
+#: than the host takes to build the graph of a step (about one millisecond).
+LARGE_WEIGHTS = 512 * 2**20
+#: Where the weights are not known: a model that stores this much for a token is taken for a large
+#: one. Many large models store less, and then get two small dispatches a layer that they could do
+#: without; small ones that store more would be bound by the host. The first costs less.
 LARGE_MODEL_BYTES_PER_TOKEN = 64 * 1024
 
 
@@ -48,9 +62,14 @@ class PathCosts:
 def cheaper_path(costs: PathCosts) -> KernelPath:
     """The kernel where it moves fewer bytes, or as many in fewer dispatches; else MLX ops.
 
-    A tie goes to MLX ops: they need no compilation and can work in place.
+    A tie goes to MLX ops: they need no compilation and can work in place. So does whatever the
+    ops move sooner than the host would have called the kernel.
     """
-    return "metal" if costs.metal < costs.ops else "ops"
+    ops = costs.ops
+    longer_call = KERNEL_CALL_MICROSECONDS - ops.dispatches * OP_CALL_MICROSECONDS
+    if ops.bytes < longer_call * BYTES_PER_MICROSECOND:
+        return "ops"
+    return "metal" if costs.metal < ops else "ops"
 
 
 def ring_write_costs(
@@ -112,10 +131,18 @@ def cell_scatter_costs(step_rows: int, cells: int, row_bytes: int, *, shared: bo
     )
 
 
-def cell_gather_costs(rows: int, row_bytes: int) -> PathCosts:
-    """`rows` rows out of a pool: one dispatch that reads and writes each, on both paths."""
-    moved = Traffic(2 * rows * row_bytes, 1)
-    return PathCosts(metal=moved, ops=moved)
+def cell_gather_costs(gathered: int, rows: int, row_bytes: int) -> PathCosts:
+    """`gathered` rows out of a pool, then rows of zeros up to `rows`.
+
+    The ops write the gathered rows twice when others follow: into an array of their own, and from
+    there into the larger one.
+    """
+    longer = rows > gathered
+    once = (gathered + rows) * row_bytes
+    return PathCosts(
+        metal=Traffic(once, 1),
+        ops=Traffic(once + (2 * gathered * row_bytes if longer else 0), 3 if longer else 1),
+    )
 
 
 @lru_cache(maxsize=1)
@@ -134,12 +161,13 @@ def forced_path() -> KernelPath | None:
     raise ConfigError(f"{PATH_VARIABLE} must be auto, metal or ops, got {value!r}")
 
 
-def prefers_array_start(bytes_per_token: int) -> bool:
+def prefers_array_start(geometry: CacheGeometry, config: CacheConfig) -> bool:
     """Whether decode steps should use an array start on the default device.
 
     An array start builds faster and lets a compiled step be reused; on a GPU it costs one small
     dispatch for each update, which an integer start does not. True on a CPU, and on a GPU for
-    models so small that building the graph is what limits them.
+    models so small that building the graph is what limits them: by their weights, of which a step
+    reads all, where the config tells them, and else by what they store for a token.
     The environment variable MLX_KVCACHE_START=array|integer decides instead when it is set.
     """
     forced = os.environ.get(START_FORM_VARIABLE, "")
@@ -147,11 +175,14 @@ def prefers_array_start(bytes_per_token: int) -> bool:
         raise ConfigError(f"{START_FORM_VARIABLE} must be 'array' or 'integer', got {forced!r}")
     if forced:
         return forced == "array"
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    return not on_gpu or bytes_per_token < LARGE_MODEL_BYTES_PER_TOKEN
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return True
+    if config.weight_bytes is not None:
+        return config.weight_bytes < LARGE_WEIGHTS
+    return _bytes_per_token(geometry, config) < LARGE_MODEL_BYTES_PER_TOKEN
 
 
-def bytes_per_token(geometry: CacheGeometry, config: CacheConfig) -> int:
+def _bytes_per_token(geometry: CacheGeometry, config: CacheConfig) -> int:
     """Bytes stored for one token in all layers; two a number where the dtype is the model's."""
     elements = sum(layer.elements_per_position for layer in geometry.layers)
     return elements * item_size(config.kv_dtype)

@@ -4,7 +4,8 @@ Arrays are [B, H, rows, D]. A ring of R slots holds position p at slot p mod R. 
 returns a new array and leaves its inputs as they were; MLX writes in place when the caller keeps
 no reference to the old array (`ring = ring_write(ring, rows, slot)`).
 
-On a Metal GPU the path that moves fewer bytes is taken (`choice.cheaper_path`); on a CPU,
+On a Metal GPU the path that moves fewer bytes is taken (`choice.cheaper_path`), MLX's ops where
+there is little to move; on a CPU,
 also the CPU of a Mac, always the ops. The environment variable MLX_KVCACHE_KERNELS (auto, metal,
 ops) forces one. Both paths give the same bits on the same device.
 
@@ -144,18 +145,20 @@ def cell_scatter(
     return ops.cell_scatter(pool, rows, indices)
 
 
-def cell_gather(pool: mx.array, cells: Sequence[int] | mx.array) -> mx.array:
+def cell_gather(pool: mx.array, cells: Sequence[int] | mx.array, rows: int = 0) -> mx.array:
     """The rows of `cells`, in their order: [B, H, S, D] out of pool [B, H, C, D].
 
-    An integer `mx.array` of cells is not checked. Raises `PositionError` for a cell outside.
+    With `rows` more than S, rows of zeros follow: [B, H, rows, D]. An integer `mx.array` of cells
+    is not checked. Raises `PositionError` for a cell outside.
     """
     _require_four_axes("pool", pool)
     indices = _cell_array(cells, pool.shape[2], distinct=False)
+    rows = max(indices.size, rows)
     if indices.size == 0 or pool.size == 0:
-        return ops.cell_gather(pool, indices)
-    if _path(choice.cell_gather_costs(indices.size, _row_bytes(pool))) == "metal":
-        return metal.run(metal.cell_gather(pool, indices))[0]
-    return ops.cell_gather(pool, indices)
+        return ops.cell_gather(pool, indices, rows)
+    if _path(choice.cell_gather_costs(indices.size, rows, _row_bytes(pool))) == "metal":
+        return metal.run(metal.cell_gather(pool, indices, rows))[0]
+    return ops.cell_gather(pool, indices, rows)
 
 
 def metal_is_current() -> bool:

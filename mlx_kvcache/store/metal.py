@@ -55,6 +55,7 @@ class Launch:
     """One dispatch of a kernel: the arguments of `mx.fast.metal_kernel` and of its call.
 
     `name` carries the dtype and the shape class, so that no two sources share a compiled kernel.
+    init_value: what the outputs hold before the kernel runs; None where it writes all of them.
     """
 
     kernel: Kernel
@@ -65,6 +66,7 @@ class Launch:
     threadgroup: Size
     output_shapes: tuple[Shape, ...]
     output_dtypes: tuple[mx.Dtype, ...]
+    init_value: float | None = None
 
 
 @cache
@@ -111,6 +113,7 @@ def run(launch: Launch, *, verbose: bool = False) -> tuple[mx.array, ...]:
         threadgroup=launch.threadgroup,
         output_shapes=list(launch.output_shapes),
         output_dtypes=list(launch.output_dtypes),
+        init_value=launch.init_value,
         verbose=verbose,
     )
     return tuple(outputs)
@@ -177,10 +180,10 @@ def cell_scatter(pool: mx.array, rows: mx.array, cells: mx.array) -> Launch:
     return _move(CELL_SCATTER, pool.dtype, (pool, rows, cells.astype(mx.int32)), pool.shape)
 
 
-def cell_gather(pool: mx.array, cells: mx.array) -> Launch:
-    """The rows of `cells` [S], S >= 1, out of `pool` [B, H, C, D]."""
+def cell_gather(pool: mx.array, cells: mx.array, rows: int = 0) -> Launch:
+    """The rows of `cells` [S], S >= 1, out of `pool` [B, H, C, D]; rows of zeros up to `rows`."""
     batch, heads, _, dim = pool.shape
-    shape = (batch, heads, cells.size, dim)
+    shape = (batch, heads, max(cells.size, rows), dim)
     return _move(CELL_GATHER, pool.dtype, (pool, cells.astype(mx.int32)), shape)
 
 

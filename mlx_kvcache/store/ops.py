@@ -59,7 +59,7 @@ def ring_join(ring: mx.array, rows: mx.array, first_slot: Slot, old_count: int) 
     """`ring_join` by MLX ops: a concatenation of the ring's one or two runs and the new rows."""
     slots = ring.shape[2]
     if isinstance(first_slot, mx.array):
-        old = cell_gather(ring, _wrapped(first_slot, old_count, slots))
+        old = mx.take(ring, _wrapped(first_slot, old_count, slots), axis=2)
         return mx.concatenate([old, rows], axis=2)
     parts = [
         ring[:, :, slot : slot + count] for slot, _, count in pieces(first_slot, old_count, slots)
@@ -95,9 +95,19 @@ def cell_scatter(pool: mx.array, rows: mx.array, cells: mx.array) -> mx.array:
     return mx.put_along_axis(pool, cells[None, None, :, None], rows, axis=2)
 
 
-def cell_gather(pool: mx.array, cells: mx.array) -> mx.array:
+def cell_gather(pool: mx.array, cells: mx.array, rows: int = 0) -> mx.array:
     """`cell_gather` by MLX ops."""
-    return mx.take(pool, cells, axis=2)
+    return with_rows(mx.take(pool, cells, axis=2), rows)
+
+
+def with_rows(array: mx.array, rows: int) -> mx.array:
+    """`array` [B, H, N, D] with rows of zeros behind its own, up to `rows` of them."""
+    batch, heads, held, dim = array.shape
+    if rows <= held:
+        return array
+    # Joined with one number stretched over the new rows: zeros of their own would be written twice.
+    more = mx.broadcast_to(mx.array(0, array.dtype), (batch, heads, rows - held, dim))
+    return mx.concatenate([array, more], axis=2)
 
 
 def pieces(start: int, count: int, slots: int) -> tuple[Piece, ...]:

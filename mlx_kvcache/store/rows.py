@@ -14,7 +14,7 @@ from mlx.core import slice_update
 from mlx_kvcache.errors import UpdateShapeError
 from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.store.kernels import cell_gather, cell_scatter, ring_join, ring_write
-from mlx_kvcache.store.ops import ROW_AXIS, write_rows
+from mlx_kvcache.store.ops import ROW_AXIS, with_rows, write_rows
 
 KeysValues = tuple[mx.array, mx.array]
 #: Batch, KV heads, rows, head dim.
@@ -116,11 +116,14 @@ class DenseRows:
     dtype, such as the same rows with a dependency added.
     """
 
-    __slots__ = ("keys", "values")
+    __slots__ = ("_copied", "keys", "values")
 
     def __init__(self, keys: mx.array | None = None, values: mx.array | None = None) -> None:
         self.keys = keys
         self.values = values
+        # Whether a copy may hold the buffers as well. It outlives a decode step, which writes
+        # without a call here; then one write takes the path for shared rows without need.
+        self._copied = False
 
     @property
     def rows(self) -> int:
@@ -148,9 +151,11 @@ class DenseRows:
 
     def write(self, placement: Placement, keys: mx.array, values: mx.array) -> None:
         held_keys, held_values = self._held()
-        keys = _written(held_keys, placement, keys)
-        values = _written(held_values, placement, values)
+        shared = placement.after_read or self._copied
+        keys = _written(held_keys, placement, keys, shared)
+        values = _written(held_values, placement, values, shared)
         self.keys, self.values = keys, values
+        self._copied = False
 
     def read(self, runs: tuple[Run, ...]) -> RowView:
         return RowView(*self._held(), runs)
@@ -163,7 +168,7 @@ class DenseRows:
 
     def grow(self, rows: int) -> None:
         if self.keys is not None and self.values is not None:
-            keys, values = _with_rows(self.keys, rows), _with_rows(self.values, rows)
+            keys, values = with_rows(self.keys, rows), with_rows(self.values, rows)
             self.keys, self.values = keys, values
 
     def move(self, rows: mx.array, allocated: int) -> None:
@@ -172,12 +177,15 @@ class DenseRows:
         if not rows.size:
             self.keys = self.values = None
             return
-        keys = _with_rows(cell_gather(self.keys, rows), allocated)
-        values = _with_rows(cell_gather(self.values, rows), allocated)
+        keys = cell_gather(self.keys, rows, allocated)
+        values = cell_gather(self.values, rows, allocated)
         self.keys, self.values = keys, values
+        self._copied = False
 
     def copy(self) -> DenseRows:
-        return DenseRows(self.keys, self.values)
+        twin = DenseRows(self.keys, self.values)
+        twin._copied = self._copied = True
+        return twin
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> DenseRows:
         return self.copy()
@@ -200,19 +208,10 @@ class DenseRows:
         return keys, values
 
 
-def _with_rows(array: mx.array, rows: int) -> mx.array:
-    batch, heads, held, dim = array.shape
-    if rows <= held:
-        return array
-    # Joined with one number stretched over the new rows: zeros of their own would be written twice.
-    more = mx.broadcast_to(mx.array(0, array.dtype), (batch, heads, rows - held, dim))
-    return mx.concatenate([array, more], axis=2)
-
-
-def _written(buffer: mx.array, placement: Placement, rows: mx.array) -> mx.array:
+def _written(buffer: mx.array, placement: Placement, rows: mx.array, shared: bool) -> mx.array:
     runs, starts, cells, after_read = placement
     if cells is not None:
-        return cell_scatter(buffer, rows.astype(buffer.dtype), cells)
+        return cell_scatter(buffer, rows.astype(buffer.dtype), cells, shared=shared)
     if len(runs) == 1 and not after_read:
         # Rows that the step itself pushes out of a ring come first.
         skipped = rows.shape[2] - runs[0].length
@@ -223,7 +222,7 @@ def _written(buffer: mx.array, placement: Placement, rows: mx.array) -> mx.array
     if after_read or _wraps(runs, buffer.shape[2]):
         skipped = rows.shape[2] - sum(run.length for run in runs)
         rows = rows[:, :, skipped:] if skipped else rows
-        return ring_write(buffer, rows.astype(buffer.dtype), runs[0].start, shared=after_read)
+        return ring_write(buffer, rows.astype(buffer.dtype), runs[0].start, shared=shared)
     row = 0
     for run, start in zip(runs, starts, strict=True):
         buffer = write_rows(buffer, rows[:, :, row : row + run.length], start)

@@ -40,6 +40,12 @@ def test_no_spare_row_is_refused() -> None:
         MLXSequenceCache(simple_geometry(0), CacheConfig(spare=0))
 
 
+@pytest.mark.parametrize("value", ["8", 1.5, True, [4], -1], ids=repr)
+def test_weights_of_no_size(value: Any) -> None:
+    with pytest.raises(ConfigError, match="weight_bytes"):
+        MLXSequenceCache(simple_geometry(0), CacheConfig(weight_bytes=value))
+
+
 @pytest.mark.parametrize(
     "value", ["int8", "float64", "", "Float32", "bf16", 16, True, mx.float16, ["float16"]], ids=repr
 )

@@ -50,7 +50,7 @@ def _runner(place: str) -> Runner:
             pytest.skip("this MLX has no Metal")
         return Runner("gpu", metal_kernels.run)
     compiler = compiler_named(place)
-    executor.prepare([(launch, None) for launch in kernel_launches.launches()], compiler)
+    executor.prepare([(launch, executor.FILES) for launch in kernel_launches.launches()], compiler)
     return Runner(place, lambda launch: executor.run(launch, compiler))
 
 

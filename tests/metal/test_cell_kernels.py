@@ -62,10 +62,12 @@ def test_cell_gather_gives_the_same_bits_everywhere(
     pool = random_pool(data, pool_cells)
     chosen = data.draw(st.lists(st.integers(0, pool_cells - 1), min_size=8, max_size=90))
     cells = mx.array(chosen, mx.int32)
-    wanted = bits(pool)[:, :, chosen]
-    (got,) = runner.run(metal_kernels.cell_gather(pool, cells))
+    rows = len(chosen) + data.draw(st.sampled_from([0, 1, 17]))
+    zeros = [(0, 0), (0, 0), (0, rows - len(chosen)), (0, 0)]
+    wanted = np.pad(bits(pool)[:, :, chosen], zeros)
+    (got,) = runner.run(metal_kernels.cell_gather(pool, cells, rows))
     assert_same_bits(got, wanted, f"kernel on {runner.name}")
-    assert_same_bits(kernel_ops.cell_gather(pool, cells), wanted, "ops")
+    assert_same_bits(kernel_ops.cell_gather(pool, cells, rows), wanted, "ops")
 
 
 @pytest.mark.parametrize("chosen", [[0], [5, 2], [7, 0, 1, 2, 3, 4, 5]])
@@ -124,6 +126,7 @@ def test_lists_of_cells_are_checked() -> None:
     got = kernels.cell_scatter(pool, rows, [3, 1])
     assert np.array(got)[0, 0, :, 0].tolist() == [0, 1, 0, 1]
     assert np.array(kernels.cell_gather(got, [0, 3, 3]))[0, 0, :, 0].tolist() == [0, 1, 1]
+    assert np.array(kernels.cell_gather(got, [3], 3))[0, 0, :, 0].tolist() == [1, 0, 0]
     assert kernels.cell_gather(pool, []).shape == (1, 1, 0, 8)
     assert kernels.cell_scatter(pool, rows[:, :, :0], []) is pool
     for cells, message in (([4, 0], "outside"), ([-1, 0], "outside"), ([2, 2], "more than once")):

@@ -31,7 +31,7 @@ def map_launch(
 
 
 def run_body(body: str, launch: Launch, compiler: build.Compiler) -> mx.array:
-    outputs, findings = executor.examine(launch, compiler, body=body, seeds=(0, 2))
+    outputs, findings = executor.examine(launch, compiler, text=executor.Text(body), seeds=(0, 2))
     assert findings == ()
     return outputs[0]
 

@@ -7,14 +7,19 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
+from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.errors import ConfigError, KernelUnavailableError
+from mlx_kvcache.facts.config import CacheConfig
+from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy
 from mlx_kvcache.store import choice as kernel_choice
 from mlx_kvcache.store import kernels
 from mlx_kvcache.store import metal as metal_kernels
 from mlx_kvcache.store.choice import PathCosts, Traffic, cheaper_path
+from mlx_kvcache.store.rows import DenseRows, Placement
 
 RING = mx.arange(2 * 8 * 4, dtype=mx.float32).reshape(1, 2, 8, 4)
 ROWS = -mx.ones((1, 2, 3, 4))
+MB = 10**6
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +36,17 @@ def force(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 
 
 def test_fewer_bytes_win_then_fewer_dispatches_and_a_tie_goes_to_the_ops() -> None:
-    assert cheaper_path(PathCosts(Traffic(9, 5), Traffic(10, 1))) == "metal"
-    assert cheaper_path(PathCosts(Traffic(11, 1), Traffic(10, 5))) == "ops"
-    assert cheaper_path(PathCosts(Traffic(10, 1), Traffic(10, 2))) == "metal"
-    assert cheaper_path(PathCosts(Traffic(10, 1), Traffic(10, 1))) == "ops"
+    assert cheaper_path(PathCosts(Traffic(9 * MB, 5), Traffic(10 * MB, 1))) == "metal"
+    assert cheaper_path(PathCosts(Traffic(11 * MB, 1), Traffic(10 * MB, 5))) == "ops"
+    assert cheaper_path(PathCosts(Traffic(10 * MB, 1), Traffic(10 * MB, 2))) == "metal"
+    assert cheaper_path(PathCosts(Traffic(10 * MB, 1), Traffic(10 * MB, 1))) == "ops"
+
+
+def test_what_moves_sooner_than_a_kernel_is_called_goes_by_ops() -> None:
+    """18 microseconds of the host, against 1.6 for each of the ops: 1.64 MB at 100 GB/s."""
+    assert cheaper_path(PathCosts(Traffic(0, 1), Traffic(1639999, 1))) == "ops"
+    assert cheaper_path(PathCosts(Traffic(0, 1), Traffic(1640001, 1))) == "metal"
+    assert cheaper_path(PathCosts(Traffic(0, 1), Traffic(1320001, 3))) == "metal"
 
 
 @pytest.mark.parametrize(
@@ -59,24 +71,28 @@ def test_ring_write_counts_bytes_read_and_written() -> None:
 
 
 def test_ring_join_takes_the_kernel_since_it_is_one_dispatch() -> None:
-    assert cheaper_path(kernel_choice.ring_join_costs(500, 64, 8, runs=2)) == "metal"
-    assert cheaper_path(kernel_choice.ring_join_costs(500, 64, 8, runs=1)) == "metal"
-    assert cheaper_path(kernel_choice.ring_join_costs(500, 0, 8, runs=1)) == "ops"
+    assert cheaper_path(kernel_choice.ring_join_costs(500, 64, 2048, runs=2)) == "metal"
+    assert cheaper_path(kernel_choice.ring_join_costs(500, 64, 2048, runs=1)) == "metal"
+    assert cheaper_path(kernel_choice.ring_join_costs(500, 0, 2048, runs=1)) == "ops"
 
 
 def test_the_quantized_write_crosses_over_at_half_the_ring() -> None:
     def path(steps: int) -> str:
         return cheaper_path(
-            kernel_choice.ring_write_quantized_costs(steps, 512, 256, 72, runs=1, shared=False)
+            kernel_choice.ring_write_quantized_costs(steps, 512, 4096, 1152, runs=1, shared=False)
         )
 
     assert [path(steps) for steps in (1, 255, 257, 512)] == ["ops", "ops", "metal", "metal"]
 
 
 def test_cells_take_the_ops_unless_the_pool_is_held_elsewhere() -> None:
-    assert cheaper_path(kernel_choice.cell_scatter_costs(8, 64, 8, shared=False)) == "ops"
-    assert cheaper_path(kernel_choice.cell_scatter_costs(8, 64, 8, shared=True)) == "metal"
-    assert cheaper_path(kernel_choice.cell_gather_costs(8, 8)) == "ops"
+    assert cheaper_path(kernel_choice.cell_scatter_costs(8, 640, 2048, shared=False)) == "ops"
+    assert cheaper_path(kernel_choice.cell_scatter_costs(8, 640, 2048, shared=True)) == "metal"
+    assert cheaper_path(kernel_choice.cell_gather_costs(600, 600, 2048)) == "ops"
+    assert cheaper_path(kernel_choice.cell_gather_costs(600, 640, 2048)) == "metal"
+    assert kernel_choice.cell_gather_costs(6, 10, 100) == PathCosts(
+        metal=Traffic(1600, 1), ops=Traffic(2800, 3)
+    )
 
 
 def test_the_functions_ask_the_rule_and_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,24 +106,32 @@ def test_the_functions_ask_the_rule_and_follow_it(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(kernels, "metal_is_current", lambda: True)
     monkeypatch.setattr(metal_kernels, "run", record)
-    kernels.ring_write(RING, ROWS, 6)
+    ring, rows = mx.zeros((1, 2, 1024, 256)), mx.zeros((1, 2, 8, 256))
+    kernels.ring_write(ring, rows, 1020)
+    kernels.cell_gather(ring, mx.arange(1024))
+    kernels.cell_scatter(ring, rows, mx.arange(8))
     assert launched == []
-    kernels.ring_write(RING, ROWS, 6, shared=True)
-    kernels.ring_join(RING, ROWS, 6, 5)
-    pool = mx.quantize(mx.zeros((1, 1, 4, 64), mx.bfloat16), group_size=32, bits=4)
-    kernels.ring_write_quantized(*pool, mx.zeros((1, 1, 3, 64), mx.bfloat16), 0)
+    kernels.ring_write(ring, rows, 1020, shared=True)
+    kernels.ring_join(ring, rows, 1020, 1000)
+    pool = mx.quantize(mx.zeros((1, 8, 2048, 64), mx.bfloat16), group_size=32, bits=4)
+    kernels.ring_write_quantized(*pool, mx.zeros((1, 8, 1500, 64), mx.bfloat16), 0)
+    kernels.cell_scatter(ring, rows, mx.arange(8), shared=True)
+    kernels.cell_gather(ring, mx.arange(1000), 1024)
     assert launched == [
         "kv_ring_write_float32_pack4",
         "kv_ring_join_float32_pack4",
         "kv_ring_write_quantized_bfloat16_g32_b4_gpu",
+        "kv_cell_scatter_float32_pack4",
+        "kv_cell_gather_float32_pack4",
     ]
+    kernels.ring_write(RING, ROWS, 6, shared=True)
     force(monkeypatch, "ops")
     kernels.ring_write(RING, ROWS, 6, shared=True)
-    assert len(launched) == 3
+    assert len(launched) == 5
     force(monkeypatch, "metal")
     kernels.ring_write(RING, ROWS, 6)
     kernels.cell_gather(RING, [1, 2])
-    assert launched[3:] == ["kv_ring_write_float32_pack4", "kv_cell_gather_float32_pack4_tiny1"]
+    assert launched[5:] == ["kv_ring_write_float32_pack4", "kv_cell_gather_float32_pack4_tiny1"]
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="says what happens where Metal is missing")
@@ -153,3 +177,94 @@ def test_misfitting_rows_are_refused() -> None:
     for count in (-1, 9):
         with pytest.raises(kernels.PositionError, match="old_count"):
             kernels.ring_join(RING, ROWS, 0, count)
+
+
+class Callers:
+    """A pretended Metal GPU, and which kernels a store launches on it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched: list[str] = []
+        monkeypatch.setattr(kernels, "metal_is_current", lambda: True)
+        monkeypatch.setattr(metal_kernels, "run", self._run)
+
+    def _run(self, launch: metal_kernels.Launch) -> tuple[mx.array, ...]:
+        self.launched.append(launch.kernel.file)
+        shapes = zip(launch.output_shapes, launch.output_dtypes, strict=True)
+        return tuple(mx.zeros(shape, dtype) for shape, dtype in shapes)
+
+
+@pytest.fixture
+def callers(monkeypatch: pytest.MonkeyPatch) -> Callers:
+    return Callers(monkeypatch)
+
+
+def sequence(window: int, spare: int) -> MLXSequenceCache:
+    layer = LayerGeometry(LayerPolicy.from_window(window), 8, 128, 128)
+    return MLXSequenceCache(CacheGeometry((layer,)), CacheConfig(spare=spare))
+
+
+def rows_of(count: int) -> mx.array:
+    return mx.zeros((1, 8, count, 128), mx.bfloat16)
+
+
+def test_a_step_larger_than_the_spare_rows_joins_and_writes_by_kernels(callers: Callers) -> None:
+    """The ring is read for the step that replaces its rows: the ops would copy all of it."""
+    cache = sequence(window=1024, spare=64)
+    cache.layer(0).update_and_fetch(rows_of(1000), rows_of(1000))
+    assert callers.launched == []
+    cache.layer(0).update_and_fetch(rows_of(300), rows_of(300))
+    join, write = metal_kernels.RING_JOIN.file, metal_kernels.RING_WRITE.file
+    assert callers.launched == [join, join, write, write]
+
+
+def test_a_decode_step_launches_no_kernel(callers: Callers) -> None:
+    cache = sequence(window=1024, spare=64)
+    cache.layer(0).update_and_fetch(rows_of(1000), rows_of(1000))
+    for _ in range(3):
+        cache.layer(0).update_and_fetch(rows_of(1), rows_of(1))
+    assert callers.launched == []
+
+
+def test_scattered_cells_after_a_copy_are_written_by_the_kernel(callers: Callers) -> None:
+    """A copy holds the pool as well, so that the ops would copy it before they write."""
+    store = DenseRows(rows_of(1024), rows_of(1024))
+    placement = Placement((), (), mx.array([5, 900, 31], mx.int32))
+    store.write(placement, rows_of(3), rows_of(3))
+    assert callers.launched == []
+    twin = store.copy()
+    for written in (store, twin):
+        written.write(placement, rows_of(3), rows_of(3))
+        written.write(placement, rows_of(3), rows_of(3))
+    assert callers.launched == [metal_kernels.CELL_SCATTER.file] * 4
+
+
+def test_rows_that_move_to_a_larger_store_are_gathered_by_the_kernel(callers: Callers) -> None:
+    store = DenseRows(rows_of(1024), rows_of(1024))
+    store.move(mx.arange(0, 1024, 2), 512)
+    assert callers.launched == []
+    store.move(mx.arange(512), 1024)
+    assert callers.launched == [metal_kernels.CELL_GATHER.file] * 2
+    assert store.rows == 1024
+
+
+@pytest.mark.parametrize(
+    ("weights", "heads", "wanted"),
+    [
+        (270 * MB, 8, True),  # SmolLM2-135M
+        (4300 * MB, 4, False),  # Qwen2.5-7B in 4 bits, few KV heads
+        (12000 * MB, 8, False),
+        (None, 1, True),  # not known: by what is stored for a token
+        (None, 8, False),
+    ],
+)
+def test_the_form_of_a_start_goes_by_the_weights_where_they_are_known(
+    monkeypatch: pytest.MonkeyPatch, weights: int | None, heads: int, wanted: bool
+) -> None:
+    monkeypatch.delenv(kernel_choice.START_FORM_VARIABLE, raising=False)
+    geometry = CacheGeometry((LayerGeometry(LayerPolicy.flat(), heads, 128, 128),) * 28)
+    config = CacheConfig(weight_bytes=weights)
+    assert kernel_choice.prefers_array_start(geometry, config) is (
+        wanted or mx.default_device().type == mx.DeviceType.cpu
+    )
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert kernel_choice.prefers_array_start(geometry, config) is wanted

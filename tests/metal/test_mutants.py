@@ -2,31 +2,65 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 import pytest
 
-from mlx_kvcache.store import metal as metal_kernels
-from mlx_kvcache.store import ops as kernel_ops
-from mlx_kvcache.store.metal import Launch, read_source
+from mlx_kvcache.store import metal
+from mlx_kvcache.store.metal import read_source
 from tests.support.arrays import bits
-from tests.support.kernel_arrays import random_array
 
 from .host import build, executor
-from .test_quantized_kernel import tie_rows
+from .kernel_cases import FILES, GATHER, HEADER, JOIN, QUANTIZED, SCATTER, WRITE, cases
 
-WRITE, JOIN = "ring_write.metal", "ring_join.metal"
-QUANTIZED, SCATTER, GATHER = "ring_write_quantized.metal", "cell_scatter.metal", "cell_gather.metal"
+FIRST_BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\nfor"
+LAST_BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\nconst"
+WEAK_BARRIERS = (
+    "",
+    "threadgroup_barrier(mem_flags::mem_device);",
+    "threadgroup_barrier(mem_flags::mem_none);",
+    "simdgroup_barrier(mem_flags::mem_threadgroup);",
+)
 
-#: (file, text, replacement, what must be found: a kind of finding, or "differs")
-MUTANTS = (
+
+class Mutant(NamedTuple):
+    """`text` of a file becomes `replacement`; `found` is a kind of finding, or "differs"."""
+
+    file: str
+    text: str
+    replacement: str
+    found: str
+    kernel: str = ""
+
+    def apply(self) -> executor.Text:
+        """The mutated text."""
+        source = read_source(self.file)
+        assert self.text in source, f"{self.file} has no {self.text!r} any more"
+        mutated = source.replace(self.text, self.replacement)
+        return executor.Text(header=mutated) if self.file == HEADER else executor.Text(mutated)
+
+    @property
+    def runs(self) -> str:
+        """The kernel that is run with it."""
+        return self.kernel or self.file
+
+
+ELEMENT = "element_offset({0}_shape, {0}_strides, slab, slot, {1})"
+MUTANTS = [Mutant(*fields) for fields in (
     (WRITE, "if (row >= 0)", "if (row > 0)", "differs"),
     (WRITE, "ring_slot(start_slot, slots)", "ring_slot(start_slot + 1, slots)", "differs"),
+    (WRITE, "ring_slot(start_slot, slots)", "uint(start_slot)", "differs"),
     (WRITE, "* PACK;", "* PACK + 1;", "out-of-range"),
     (WRITE, "(rows + from, rows_strides[3])", "(rows + from, 1)", "out-of-range"),
+    (WRITE, "(ring + from, ring_strides[3])", "(ring + from, 1)", "differs"),
     (WRITE, "int64_t(slab) * slots", "int64_t(slab / 2) * slots", "written-twice"),
     (JOIN, "index - old_rows", "index", "out-of-range"),
     (JOIN, ") % slots", ")", "out-of-range"),
     (JOIN, "index < old_rows", "index <= old_rows", "differs"),
+    (JOIN, "ring_slot(first_slot, slots)", "uint(first_slot)", "differs"),
+    (JOIN, "(ring + from, ring_strides[3])", "(ring + from, 1)", "out-of-range"),
+    (JOIN, "(rows + from, rows_strides[3])", "(rows + from, 1)", "out-of-range"),
     (QUANTIZED, "CPU_RULE ? rint(steps) : round(steps)", "round(steps)", "differs"),
     (QUANTIZED, "CPU_RULE ? rint(ratio) : round(ratio)", "ratio", "differs"),
     (QUANTIZED, "CPU_RULE ? -INFINITY : 0.0f", "0.0f", "differs"),
@@ -35,73 +69,44 @@ MUTANTS = (
     (QUANTIZED, "distance < LANES", "distance < LANES / 2", "differs"),
     (QUANTIZED, "if (leads_group) {\n  scales_out", "if (true) {\n  scales_out", "written-twice"),
     (QUANTIZED, "if (row < 0) {", "if (false) {", "differs"),
-    (SCATTER, "threadgroup_barrier(mem_flags::mem_threadgroup);\nconst int row",
-     "const int row", "order-dependent"),
-    (SCATTER, "atomic_fetch_max_explicit", "atomic_exchange_explicit", "order-dependent"),
+    (QUANTIZED, ELEMENT.format("words", "word"), "word_to", "out-of-range"),
+    (QUANTIZED, ELEMENT.format("scales", "group"), "group_to", "out-of-range"),
+    (QUANTIZED, ELEMENT.format("biases", "group"), "group_to", "out-of-range"),
+    (QUANTIZED, "scales_strides", "words_strides", "out-of-range"),
+    (QUANTIZED, "biases_strides", "scales_strides", "out-of-range"),
+    (QUANTIZED, "(rows + from, rows_strides[3])", "(rows + from, 1)", "out-of-range"),
+    (QUANTIZED, "ring_slot(start_slot, slots)", "uint(start_slot)", "differs"),
+    *((SCATTER, FIRST_BARRIER, f"{weak}\nfor", "race") for weak in WEAK_BARRIERS),
+    *((SCATTER, LAST_BARRIER, f"{weak}\nconst", "race") for weak in WEAK_BARRIERS),
+    (SCATTER, "atomic_fetch_max_explicit", "atomic_exchange_explicit", "race"),
     (SCATTER, "TILE = 256", "TILE = 2", "out-of-range"),
+    (SCATTER, "TILE = 256", "TILE = 8193", "limit"),
     (SCATTER, "-1, memory_order", "0, memory_order", "differs"),
+    (SCATTER, "cells[i * cells_strides[0]]", "cells[i]", "out-of-range"),
+    (SCATTER, "(rows + from, rows_strides[3])", "(rows + from, 1)", "out-of-range"),
+    (SCATTER, "(pool + from, pool_strides[3])", "(pool + from, 1)", "out-of-range"),
     (GATHER, "clamp(int(cells[row * cells_strides[0]]), 0, pool_shape[2] - 1)",
      "cells[row * cells_strides[0]]", "out-of-range"),
     (GATHER, "row * cells_strides[0]", "row", "out-of-range"),
-)  # fmt: skip
+    (GATHER, "row < uint", "row <= uint", "out-of-range"),
+    (GATHER, "pack.lane[i] = static_cast<T>(0.0f);", "", "uninitialized-read"),
+    (GATHER, "(pool + from, pool_strides[3])", "(pool + from, 1)", "out-of-range"),
+    (HEADER, "step == 1", "step <= 1", "out-of-range", WRITE),
+    (HEADER, "step == 1", "step >= 0", "out-of-range", WRITE),
+    (HEADER, "step == 1", "step != 0", "out-of-range", WRITE),
+    (HEADER, "step == 1", "(step == 1 || step == -1)", "out-of-range", WRITE),
+    (HEADER, "step == 1", "true", "out-of-range", JOIN),
+    (HEADER, "source[i * step]", "source[i * (step < 0 ? -step : step)]", "out-of-range", WRITE),
+    (HEADER, "source[i * step]", "source[i * (step == 0 ? 1 : step)]", "out-of-range", JOIN),
+    (HEADER, "slot < 0 ? uint(slot + int(slots)) : uint(slot)", "uint(slot)", "differs", JOIN),
+)]  # fmt: skip
 
 
-def launches(file: str) -> list[tuple[Launch, tuple[mx.array, ...]]]:
-    """Launches of one kernel with the outputs that they must have."""
-    ring = random_array(1, (2, 2, 6, 16), mx.float32, "transposed")
-    rows = random_array(2, (2, 2, 4, 16), mx.float32, "transposed")
-    many = random_array(2, (2, 2, 13, 16), mx.float32, "contiguous")
-    gaps = mx.repeat(rows, 2, axis=3)[..., ::2]
-    mx.eval(gaps)
-    if file == WRITE:
-        return [
-            (metal_kernels.ring_write(ring, new, 4), (kernel_ops.ring_write(ring, new, 4),))
-            for new in (rows, many, gaps)
-        ]
-    if file == JOIN:
-        wanted = kernel_ops.ring_join(ring, rows, 4, 5)
-        return [(metal_kernels.ring_join(ring, rows, 4, 5), (wanted,))]
-    if file == QUANTIZED:
-        cases = []
-        negative = -2 - mx.abs(random_array(3, (1, 1, 3, 64), mx.float32, "contiguous"))
-        mixed = random_array(4, (1, 1, 3, 64), mx.float32, "contiguous")
-        for new in (tie_rows(mx.float32, 64), negative, mixed):
-            pool = mx.quantize(mx.ones((1, 1, 4, 64)), group_size=32, bits=4)
-            wanted = kernel_ops.ring_write_quantized(*pool, new, 2, group_size=32, bits=4)
-            launch = metal_kernels.ring_write_quantized(*pool, new, 2, cpu_rule=True)
-            cases.append((launch, wanted))
-        return cases
-    pool = random_array(5, (1, 2, 40, 16), mx.float32, "contiguous")
-    cells = mx.array([3, 39, 17, 16, 0, 5, 30, 31, 32, 8])
-    if file == SCATTER:
-        rows = random_array(6, (1, 2, 10, 16), mx.float32, "contiguous")
-        doubled = mx.array([3, 39, 17, 16, 0, 5, 30, 31, 32, 3])
-        # The definition, row by row: the last row of a cell stays.
-        ordered = pool
-        for row, cell in enumerate(doubled.tolist()):
-            ordered = kernel_ops.place(ordered, rows[:, :, row : row + 1], cell)
-        return [
-            (
-                metal_kernels.cell_scatter(pool, rows, cells),
-                (kernel_ops.cell_scatter(pool, rows, cells),),
-            ),
-            (metal_kernels.cell_scatter(pool, rows, doubled), (ordered,)),
-        ]
-    reverse = cells[::-1]
-    outside = mx.array([3, -1, 40, 2, 5, 6, 7, 8])
-    mx.eval(reverse)
-    nearest = mx.array([3, 0, 39, 2, 5, 6, 7, 8])
-    return [
-        (metal_kernels.cell_gather(pool, reverse), (kernel_ops.cell_gather(pool, reverse),)),
-        (metal_kernels.cell_gather(pool, outside), (kernel_ops.cell_gather(pool, nearest),)),
-    ]
-
-
-def verdicts(file: str, body: str, compiler: build.Compiler) -> set[str]:
+def verdicts(file: str, text: executor.Text, compiler: build.Compiler) -> set[str]:
     """All that is wrong with a kernel of this text, over the launches of its file."""
     found: set[str] = set()
-    for launch, wanted in launches(file):
-        outputs, findings = executor.examine(launch, compiler, body=body)
+    for launch, wanted in cases(file):
+        outputs, findings = executor.examine(launch, compiler, text=text)
         found |= {finding.kind for finding in findings}
         for got, expected in zip(outputs, wanted, strict=False):
             if not (bits(got) == bits(expected)).all():
@@ -113,22 +118,57 @@ def verdicts(file: str, body: str, compiler: build.Compiler) -> set[str]:
 def ready(compiler: build.Compiler) -> build.Compiler:
     """The compiler, with all mutants compiled."""
     mutated = [
-        (launch, read_source(file).replace(text, replacement))
-        for file, text, replacement, _ in MUTANTS
-        for launch in {each.name: each for each, _ in launches(file)}.values()
+        (launch, mutant.apply())
+        for mutant in MUTANTS
+        for launch in {each.name: each for each, _ in cases(mutant.runs)}.values()
     ]
-    executor.prepare(list(mutated), compiler)
+    executor.prepare(mutated, compiler)
     return compiler
 
 
 @pytest.mark.parametrize("number", range(len(MUTANTS)))
 def test_a_mutant_is_seen(ready: build.Compiler, number: int) -> None:
-    file, text, replacement, kind = MUTANTS[number]
-    source = read_source(file)
-    assert source.count(text) >= 1, f"{file} has no {text!r} any more"
-    assert kind in verdicts(file, source.replace(text, replacement), ready)
+    mutant = MUTANTS[number]
+    assert mutant.found in verdicts(mutant.runs, mutant.apply(), ready)
 
 
-@pytest.mark.parametrize("file", [WRITE, JOIN, QUANTIZED, SCATTER, GATHER])
+@pytest.mark.parametrize("file", FILES)
 def test_the_kernels_themselves_pass_the_same_launches(compiler: build.Compiler, file: str) -> None:
-    assert verdicts(file, read_source(file), compiler) == set()
+    assert verdicts(file, executor.FILES, compiler) == set()
+
+
+def many_rows(file: str) -> metal.Launch:
+    """A launch whose grid would fill a threadgroup of any size."""
+    ring = mx.zeros((1, 1, 2048, 4))
+    rows, cells = ring[:, :, :9], mx.arange(9)
+    if file == WRITE:
+        return metal.ring_write(ring, rows, 0)
+    if file == JOIN:
+        return metal.ring_join(ring, rows, 0, 2048)
+    if file == GATHER:
+        return metal.cell_gather(ring, mx.arange(2048))
+    if file == SCATTER:
+        return metal.cell_scatter(ring, rows, cells)
+    pool = mx.quantize(mx.zeros((1, 1, 2048, 32)), group_size=32, bits=4)
+    return metal.ring_write_quantized(*pool, mx.ones((1, 1, 9, 32)), 0, cpu_rule=True)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_threadgroup_may_be_too_large(
+    compiler: build.Compiler, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, findings = executor.examine(many_rows(file), compiler, seeds=(0,))
+    assert findings == ()
+    monkeypatch.setattr(metal, "GROUP_THREADS", 2048)
+    launch = many_rows(file)
+    assert launch.threadgroup[0] * launch.threadgroup[1] == 2048
+    _, findings = executor.examine(launch, compiler, seeds=(0,))
+    assert [finding.kind for finding in findings] == ["limit"]
+
+
+def test_a_threadgroup_of_more_cells_than_a_tile_is_seen(
+    compiler: build.Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metal, "GROUP_THREADS", 512)
+    _, findings = executor.examine(many_rows(SCATTER), compiler, seeds=(0,))
+    assert "out-of-range" in {finding.kind for finding in findings}

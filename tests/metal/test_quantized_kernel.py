@@ -19,13 +19,14 @@ from mlx_kvcache.store import kernels
 from mlx_kvcache.store import metal as metal_kernels
 from mlx_kvcache.store import ops as kernel_ops
 from tests.support.arrays import bits
-from tests.support.kernel_arrays import DTYPES, LAYOUTS, assert_same_bits, random_array
+from tests.support.kernel_arrays import DTYPES, LAYOUTS, assert_same_bits, laid_out, random_array
 
 from .conftest import Runner
 
 Quantized = tuple[mx.array, mx.array, mx.array]
 NAMES = ("words", "scales", "biases")
 FORMATS = [(group, bits_) for group in (32, 64, 128) for bits_ in (4, 8)]
+RING_LAYOUTS = ("contiguous", "transposed", "reversed", "mirrored", "spaced")
 EXAMPLES = settings(
     max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -40,6 +41,7 @@ class Step:
     steps: int
     slot: int
     layout: str
+    ring_layout: str
 
 
 def step_cases() -> st.SearchStrategy[Step]:
@@ -51,6 +53,7 @@ def step_cases() -> st.SearchStrategy[Step]:
             steps=st.sampled_from([1, max(1, slots - 1), slots, slots + 1, 3 * slots]),
             slot=st.sampled_from([0, slots - 1]) | st.integers(0, slots - 1),
             layout=st.sampled_from(LAYOUTS),
+            ring_layout=st.sampled_from(RING_LAYOUTS),
         )
     )
 
@@ -70,11 +73,14 @@ def tie_rows(dtype: mx.Dtype, dim: int) -> mx.array:
     return mx.array(np.tile(values, (1, 1, 2, dim // 32))).astype(dtype)
 
 
-def quantized_ring(
-    seed: int, slots: int, dim: int, dtype: mx.Dtype, form: tuple[int, int]
-) -> Quantized:
-    old = random_array(seed + 9, (2, 2, slots, dim), dtype, "contiguous")
-    return mx.quantize(old, group_size=form[0], bits=form[1])
+def quantized_ring(step: Step, dim: int, dtype: mx.Dtype, form: tuple[int, int]) -> Quantized:
+    """A ring whose three arrays lie in memory as the step says, each in another way."""
+    old = random_array(step.seed + 9, (2, 2, step.slots, dim), dtype, "contiguous")
+    first = RING_LAYOUTS.index(step.ring_layout)
+    layouts = [RING_LAYOUTS[(first + i) % len(RING_LAYOUTS)] for i in range(3)]
+    parts = mx.quantize(old, group_size=form[0], bits=form[1])
+    words, scales, biases = (laid_out(a, b) for a, b in zip(parts, layouts, strict=True))
+    return words, scales, biases
 
 
 def numpy_write(ring: Quantized, new: Quantized, slot: int) -> list[np.ndarray]:
@@ -133,7 +139,7 @@ def test_the_cpu_rule_is_that_of_mx_quantize(
 ) -> None:
     dim = 256 if form[0] == 128 else 96 if form[0] == 32 else 64
     rows = rows_of(step, dtype, dim)
-    ring = quantized_ring(step.seed, step.slots, dim, dtype, form)
+    ring = quantized_ring(step, dim, dtype, form)
     new = mx.quantize(rows, group_size=form[0], bits=form[1], stream=mx.cpu)
     check(runner, ring, rows, step.slot, new, cpu=True)
     written = kernel_ops.ring_write_quantized(
@@ -156,7 +162,7 @@ def test_the_gpu_rule_is_that_of_mlx_on_metal(
 ) -> None:
     dim = max(64, form[0])
     rows = rows_of(step, dtype, dim)
-    ring = quantized_ring(step.seed, step.slots, dim, dtype, form)
+    ring = quantized_ring(step, dim, dtype, form)
     new = gpu_rule(rows, *form)
     check(runner, ring, rows, step.slot, new, cpu=False)
     if mx.metal.is_available():

@@ -119,6 +119,8 @@ def test_a_start_outside_the_ring_is_taken_modulo_its_size(runner: Runner) -> No
         case = dataclasses.replace(CASE, slot=start % CASE.slots)
         (got,) = runner.run(metal_kernels.ring_write(case.ring, case.rows, mx.array(start)))
         assert_same_bits(got, numpy_ring_write(case), f"start {start}")
+        (got,) = runner.run(metal_kernels.ring_join(case.ring, case.rows, mx.array(start), 4))
+        assert_same_bits(got, numpy_ring_join(case, 4), f"first slot {start}")
 
 
 def test_every_bit_pattern_survives_a_move(runner: Runner) -> None:

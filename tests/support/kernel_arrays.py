@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from tests.support.arrays import bits
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-LAYOUTS = ("contiguous", "transposed", "offset", "reversed", "broadcast")
+LAYOUTS = (
+    "contiguous",
+    "transposed",
+    "offset",
+    "reversed",
+    "broadcast",
+    "mirrored",
+    "spaced",
+    "constant",
+)
 
 #: Head dims that are moved in wide packs, and ones that are moved element by element.
 DIMS = (8, 16, 64, 80, 9, 33)
@@ -22,7 +31,8 @@ def random_array(seed: int, shape: tuple[int, ...], dtype: mx.Dtype, layout: str
 
     contiguous; transposed: rows before heads, as a projection leaves them; offset: a slice of
     longer rows, so that no row is aligned; reversed: rows from the last to the first (a negative
-    stride); broadcast: all heads the same memory.
+    stride); broadcast: all heads the same memory; mirrored: columns from the last to the first;
+    spaced: every other column of longer rows; constant: all columns of a row the same memory.
     """
     batch, heads, rows, dim = shape
     generator = np.random.default_rng(seed)
@@ -38,11 +48,34 @@ def random_array(seed: int, shape: tuple[int, ...], dtype: mx.Dtype, layout: str
         array = normal(batch, heads, rows + 1, dim + 2)[:, :, 1:, 1 : dim + 1]
     elif layout == "reversed":
         array = normal(batch, heads, rows, dim)[:, :, ::-1]
-    else:
+    elif layout == "broadcast":
         array = mx.broadcast_to(normal(batch, 1, rows, dim), shape)
+    elif layout == "mirrored":
+        array = normal(batch, heads, rows, dim)[..., ::-1]
+    elif layout == "spaced":
+        array = normal(batch, heads, rows, 2 * dim)[..., 1::2]
+    else:
+        array = mx.broadcast_to(normal(batch, heads, rows, 1), shape)
     assert array.shape == shape
     mx.eval(array)
     return array
+
+
+def laid_out(array: mx.array, layout: str) -> mx.array:
+    """The same numbers of [B, H, rows, D], lying as `random_array` says (not broadcast)."""
+    if layout == "transposed":
+        moved = mx.contiguous(array.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    elif layout == "reversed":
+        moved = mx.contiguous(array[:, :, ::-1])[:, :, ::-1]
+    elif layout == "mirrored":
+        moved = mx.contiguous(array[..., ::-1])[..., ::-1]
+    elif layout == "spaced":
+        moved = mx.repeat(array, 2, axis=3)[..., ::2]
+    else:
+        assert layout == "contiguous", layout
+        moved = mx.contiguous(array)
+    mx.eval(moved)
+    return moved
 
 
 def assert_same_bits(got: mx.array, wanted: mx.array | np.ndarray, what: str) -> None:

@@ -1,5 +1,8 @@
-// float4 loads at any element: they need 16 bytes.
+// float4 loads two elements apart: every other one does not begin at 16 bytes.
 const uint i = thread_position_in_grid.x;
-const uint from = i < 60 ? i : 60;
-const float4 four = ((const device float4*)(x + from))[0]; // expect: misaligned
-out[i] = four.x;
+const uint even = i % 32 * 4;
+const uint odd = i % 31 * 4 + 2;
+out[i] = ((const device float4*)(x + even))[0].x;
+if (((const device float4*)(x + odd))[0].x < 0.0f) { // expect: misaligned
+  return;
+}

@@ -34,6 +34,8 @@ KERNEL_FLAGS = (
     "-Wno-unknown-pragmas",
     "-Wno-unused",
 )
+#: Tells the runtime which functions a thread is in.
+FUNCTION_FLAGS = ("-finstrument-functions",)
 #: The runtime is the checker, not what is checked: it needs speed.
 RUNTIME_FLAGS = (*COMMON_FLAGS, "-O2", "-Wall", "-Wextra")
 #: Links in half the time, where it is installed.
@@ -99,7 +101,7 @@ def _compile(arguments: list[str], target: Path) -> None:
         check=False,
     )
     if done.returncode != 0:
-        os.unlink(name)
+        Path(name).unlink(missing_ok=True)
         raise CompileError(done.stderr)
     os.replace(name, target)
 
@@ -121,9 +123,9 @@ def _built_runtime(compiler: Compiler) -> tuple[str, ...]:
     return tuple(objects)
 
 
-def compiled(source: str, compiler: Compiler) -> Path:
-    """The program of a unit. Raises `CompileError`."""
-    program = CACHE / f"kernel_{_key(compiler, source)}"
+def compiled(source: str, compiler: Compiler, flags: tuple[str, ...] = ()) -> Path:
+    """The program of a unit, compiled with further flags. Raises `CompileError`."""
+    program = CACHE / f"kernel_{_key(compiler, f'{flags}{source}')}"
     if program.exists():
         os.utime(program)
     else:
@@ -131,7 +133,8 @@ def compiled(source: str, compiler: Compiler) -> Path:
         unit = CACHE / f"{program.name}_{os.getpid()}_{threading.get_ident()}.cpp"
         unit.write_text(source, encoding="utf-8")
         try:
-            _compile([compiler.command, *KERNEL_FLAGS, *LINKER_FLAGS, str(unit), *runtime], program)
+            options = (*KERNEL_FLAGS, *flags, *LINKER_FLAGS)
+            _compile([compiler.command, *options, str(unit), *runtime], program)
         finally:
             unit.unlink()
     return program

@@ -1,8 +1,9 @@
 """Metal source to C++ for the host: line for line, so that a finding names the kernel's own line.
 
-Only declarations change: a pointer with an address space becomes a checked pointer of that space
-(mixing spaces stays an error, as in Metal), a threadgroup array becomes the group's shared one,
-and attributes in double brackets go. Everything else is compiled as it stands.
+What changes: a pointer with an address space becomes a checked pointer of that space (mixing
+spaces stays an error, as in Metal), a threadgroup array becomes the group's shared one, a local
+without a value is filled with garbage, a number such as 0.5 is a float, `v.xz` becomes a call, and
+attributes in double brackets go. Everything else is compiled as it stands.
 """
 
 from __future__ import annotations
@@ -24,6 +25,47 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _MEETING = re.compile(r"\b(?:threadgroup_barrier|simdgroup_barrier|simd_\w+|quad_\w+)\s*\(")
 
 
+_SWIZZLE = re.compile(r"\.\s*(?P<lanes>[xyzw]{2,4}|[rgba]{2,4})\b(?!\s*[(<])")
+#: A floating-point number that says no type.
+_NUMBER = re.compile(
+    r"(?<![\w.])(?P<digits>(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+"
+    r"|0[xX][\da-fA-F]*\.?[\da-fA-F]*[pP][+-]?\d+)(?![\w.])"
+)
+_HALF_NUMBER = re.compile(r"(?<![\w.])(?P<digits>(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?)[hH]\b")
+#: A statement that declares locals: no other one begins with two words.
+_DECLARATION = re.compile(
+    rf"^\s*(?:(?:thread|volatile|typename)\s+)*(?P<type>{_TYPE})\s+(?P<names>\w+\s*(?:[\[,=].*)?)$",
+    re.DOTALL,
+)
+_NO_TYPE = frozenset(
+    {"break", "case", "const", "constant", "constexpr", "continue", "default", "delete", "device",
+     "do", "else", "enum", "goto", "new", "return", "static", "struct", "class", "threadgroup",
+     "typedef", "union", "using", "namespace", "template"}
+)  # fmt: skip
+#: What a pair of braces, or the whole text, holds.
+NAMESPACE, TYPE, FUNCTION = "namespace", "type", "function"
+_OPENS_TYPE = re.compile(r"\b(?:struct|class|union|enum)\b[^;(){}]*$")
+_OPENS_NAMESPACE = re.compile(r"\bnamespace\b[^;(){}]*$")
+
+
+def scopes_of(text: str, outermost: str) -> list[str]:
+    """For each character of a text without comments, what the braces around it hold."""
+    stack, scopes, start = [outermost], [], 0
+    for at, character in enumerate(text):
+        if character == "{":
+            opening = text[start:at]
+            if _OPENS_NAMESPACE.search(opening):
+                stack.append(NAMESPACE)
+            else:
+                stack.append(TYPE if _OPENS_TYPE.search(opening) else FUNCTION)
+        scopes.append(stack[-1])
+        if character == "}" and len(stack) > 1:
+            stack.pop()
+        if character in "{};":
+            start = at + 1
+    return scopes
+
+
 def without_comments(source: str) -> str:
     """The source with comments blanked out, of as many lines as before."""
     return _COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found.group()), source)
@@ -43,18 +85,62 @@ def _checked_pointer(found: re.Match[str]) -> str:
 def _shared_array(found: re.Match[str]) -> str:
     sizes = re.findall(r"\[([^\]]+)\]", found["sizes"])
     arguments = ", ".join([found["type"], *(f"({size})" for size in sizes)])
-    return f'host::Shared<{arguments}> {found["name"]}(HOST_STATEMENT_KEY, "{found["name"]}");'
+    name = found["name"]
+    return f'host::Shared<__LINE__, __COUNTER__, {arguments}> {name}("{name}");'
 
 
-def to_cpp(source: str) -> str:
-    """Metal text as C++ text, of the same number of lines."""
+def _swizzled(found: re.Match[str]) -> str:
+    lanes = ", ".join(
+        str("xyzw".find(c) if c in "xyzw" else "rgba".find(c)) for c in found["lanes"]
+    )
+    # What is asked for a component of its own is only read.
+    is_read = re.match(r"\s*\.", found.string[found.end() :])
+    return f".template {'picked' if is_read else 'swizzle'}<{lanes}>()"
+
+
+def _without_value(statement: str) -> list[str]:
+    """The locals that a statement declares and gives no value."""
+    found = _DECLARATION.match(statement)
+    if found is None or found["type"] in _NO_TYPE:
+        return []
+    parts, depth, start = [], 0, 0
+    for at, character in enumerate(found["names"] + ","):
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
+        if character == "," and not depth:
+            parts.append(found["names"][start:at])
+            start = at + 1
+    names = (re.match(r"\s*(\w+)", part) for part in parts if "=" not in part and "(" not in part)
+    return [name[1] for name in names if name]
+
+
+def _with_garbage(text: str, outermost: str) -> str:
+    """The text with every local that is declared without a value filled with garbage."""
+    scopes = scopes_of(text, outermost)
+    pieces, start, depth = [], 0, 0
+    for at, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth or character not in "{};":
+            continue
+        pieces.append(text[start : at + 1])
+        if character == ";" and scopes[at] == FUNCTION:
+            pieces += [f" host::garble({name});" for name in _without_value(text[start:at])]
+        start = at + 1
+    return "".join(pieces) + text[start:]
+
+
+def to_cpp(source: str, outermost: str = FUNCTION) -> str:
+    """Metal text as C++ text, of the same number of lines; `outermost` is where it stands."""
     text = without_comments(source)
     text = _ATTRIBUTE.sub("", text)
+    text = _NUMBER.sub(r"\g<digits>f", text)
+    text = _HALF_NUMBER.sub(r"half(\g<digits>f)", text)
+    text = _SWIZZLE.sub(_swizzled, text)
     previous = None
     while previous != text:  # a pointer type may stand within a pointer type's arguments
         previous = text
         text = _POINTER.sub(_checked_pointer, text)
     text = _SHARED.sub(_shared_array, text)
+    text = _with_garbage(text, outermost)
     assert text.count("\n") == source.count("\n")
     return text
 
@@ -82,15 +168,16 @@ def unit(signature: Signature, header: tuple[str, str], body: tuple[str, str]) -
     return "\n".join(
         [
             '#include "arguments.h"',
+            f'const char* host::kernel_file() {{ return "{body[0]}"; }}',
             "#define device",
             "#define constant",
             "#define threadgroup",
             "#define thread",
             "namespace metal {",
             f'#line 1 "{header[0]}"',
-            to_cpp(header[1]),
+            to_cpp(header[1], NAMESPACE),
             '#line 1 "signature"',
-            to_cpp(signature.text).rstrip("\n"),
+            to_cpp(signature.text, NAMESPACE).rstrip("\n"),
             f'#line 1 "{body[0]}"',
             to_cpp(body[1]),
             "}",

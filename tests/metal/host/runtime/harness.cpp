@@ -1,97 +1,18 @@
 // Runs one kernel over its grid and reports. The generated unit supplies the program.
 //
-// Request, on standard input, little-endian int64 unless noted:
-//   grid x y z, threadgroup x y z, number of seeds, seeds
-//   number of inputs; for each: element bytes, origin, misalignment, number of dimensions, shape,
-//     strides (in elements), number of bytes, the bytes (uint8), which of them exist (uint8)
-//   number of outputs; for each: element bytes, number of bytes
-// A seed of 0 runs in order, 1 in reverse, any other one in a shuffled order.
-// The outputs of the first seed go to the file named by the first argument, one after another;
-// findings, and a last line "done", go to standard output.
+// A seed of 0 runs in order, 1 in reverse, any other one in a shuffled order: an even one lets
+// single simdgroups run far ahead of the others, an odd one mingles them. The first seed runs
+// with other garbage than the rest in whatever was never written. What the outputs hold after it
+// goes to the file named by the first argument, one after another; findings, and a last line
+// "done", go to standard output.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
-#include "state.h"
+#include "request.h"
 
 namespace host {
-
-Request request;
-
-static int64_t read_number() {
-  int64_t value = 0;
-  if (std::fread(&value, sizeof value, 1, stdin) != 1) {
-    std::fprintf(stderr, "the request is cut short\n");
-    std::exit(3);
-  }
-  return value;
-}
-
-static void read_bytes(std::vector<uint8_t>& bytes, int64_t count) {
-  bytes.resize(count);
-  if (count > 0 && std::fread(bytes.data(), 1, count, stdin) != size_t(count)) {
-    std::fprintf(stderr, "the request is cut short\n");
-    std::exit(3);
-  }
-}
-
-template <typename T>
-static std::unique_ptr<Buffer> constant_buffer(const std::string& name, const std::vector<T>& values) {
-  auto buffer = std::make_unique<Buffer>();
-  buffer->name = name;
-  buffer->element_bytes = sizeof(T);
-  buffer->bytes.resize(values.size() * sizeof(T));
-  if (!values.empty()) {
-    std::memcpy(buffer->bytes.data(), values.data(), buffer->bytes.size());
-  }
-  return buffer;
-}
-
-static Array read_input(const char* name) {
-  Array array;
-  array.buffer = std::make_unique<Buffer>();
-  Buffer& buffer = *array.buffer;
-  buffer.name = name;
-  buffer.element_bytes = read_number();
-  buffer.origin = read_number();
-  buffer.misalignment = read_number();
-  array.ndim = static_cast<int32_t>(read_number());
-  for (int i = 0; i < array.ndim; ++i) array.shape_values.push_back(static_cast<int32_t>(read_number()));
-  for (int i = 0; i < array.ndim; ++i) array.strides_values.push_back(read_number());
-  const int64_t bytes = read_number();
-  read_bytes(buffer.bytes, bytes);
-  read_bytes(buffer.present, bytes);
-  array.shape = constant_buffer(std::string(name) + "_shape", array.shape_values);
-  array.strides = constant_buffer(std::string(name) + "_strides", array.strides_values);
-  return array;
-}
-
-static metal::uint3 read_size() {
-  const uint32_t x = static_cast<uint32_t>(read_number());
-  const uint32_t y = static_cast<uint32_t>(read_number());
-  const uint32_t z = static_cast<uint32_t>(read_number());
-  return {x, y, z};
-}
-
-static void read_request(const Program& program) {
-  request.grid = read_size();
-  request.group = read_size();
-  request.group = {std::min(request.group.x, request.grid.x), std::min(request.group.y, request.grid.y),
-                   std::min(request.group.z, request.grid.z)};
-  for (int64_t left = read_number(); left > 0; --left) request.seeds.push_back(read_number());
-  read_number();
-  for (int i = 0; i < program.input_count; ++i) request.inputs.push_back(read_input(program.inputs[i]));
-  read_number();
-  for (int i = 0; i < program.output_count; ++i) {
-    auto buffer = std::make_unique<Buffer>();
-    buffer->name = program.outputs[i];
-    buffer->kind = Kind::output;
-    buffer->element_bytes = read_number();
-    buffer->bytes.resize(read_number());
-    request.outputs.push_back(std::move(buffer));
-  }
-}
 
 // The threads of one threadgroup; those at the end of the grid may be smaller.
 static void place_threads(Group& made, metal::uint3 at) {
@@ -113,8 +34,8 @@ static void place_threads(Group& made, metal::uint3 at) {
         position.group_size = size;
         position.index = index;
         const metal::uint3 p = position.in_grid;
-        thread.actor.id = 1 + p.x + grid.x * (p.y + grid.y * p.z);
-        thread.actor.group = at.x + groups.x * (at.y + groups.y * at.z);
+        thread.actor.id = 1 + p.x + uint64_t(grid.x) * (p.y + uint64_t(grid.y) * p.z);
+        thread.actor.group = at.x + uint64_t(groups.x) * (at.y + uint64_t(groups.y) * at.z);
         thread.actor.simdgroup = index / simd_width;
         thread.actor.position = p;
       }
@@ -122,72 +43,115 @@ static void place_threads(Group& made, metal::uint3 at) {
   }
 }
 
-static void check_written(const Buffer& buffer, Site site) {
+// Of a grid that runs in part, only what this part writes.
+static void check_written(const Buffer& buffer) {
   int64_t missing = 0, first = -1;
   const int64_t step = buffer.element_bytes;
-  for (int64_t i = 0; i < int64_t(buffer.bytes.size()); i += step) {
-    bool written = true;
-    for (int64_t byte = i; byte < i + step; ++byte) written = written && buffer.writes[byte].thread != 0;
+  for (int64_t i = buffer.first_needed; i < buffer.first_needed + buffer.needed; i += step) {
+    bool written = buffer.initialized;
+    if (!written) {
+      written = true;
+      for (int64_t byte = i; byte < i + step; ++byte) written = written && buffer.writes[byte].thread != 0;
+    }
     if (!written) {
       first = first < 0 ? i / step : first;
       ++missing;
     }
   }
   if (missing > 0) {
-    report("unwritten", site, "%lld of %lld elements of %s were not written, the first is [%lld]",
-           static_cast<long long>(missing), static_cast<long long>(int64_t(buffer.bytes.size()) / step),
+    report("unwritten", request.kernel, "%lld of %lld elements of %s were not written, the first is [%lld]",
+           static_cast<long long>(missing), static_cast<long long>(buffer.needed / step),
            buffer.name.c_str(), static_cast<long long>(first));
   }
 }
 
+static Schedule schedule_of(int64_t seed) {
+  if (seed < 2) {
+    return seed == 0 ? Schedule::in_order : Schedule::reversed;
+  }
+  return seed % 2 == 0 ? Schedule::ahead : Schedule::mingled;
+}
+
+// The threadgroups to run, in order.
+static std::vector<metal::uint3> threadgroups() {
+  if (!request.groups.empty()) {
+    return request.groups;
+  }
+  const metal::uint3 count = attribute::threadgroups_per_grid();
+  std::vector<metal::uint3> all;
+  for (uint32_t z = 0; z < count.z; ++z) {
+    for (uint32_t y = 0; y < count.y; ++y) {
+      for (uint32_t x = 0; x < count.x; ++x) all.push_back({x, y, z});
+    }
+  }
+  return all;
+}
+
 static void run_grid(int64_t seed, const Program& program) {
   std::mt19937_64 random(seed);
-  std::mt19937_64* shuffling = seed > 1 ? &random : nullptr;
-  const metal::uint3 grid = request.grid, size = request.group;
-  const uint32_t x = (grid.x + size.x - 1) / size.x, y = (grid.y + size.y - 1) / size.y;
-  const uint32_t z = (grid.z + size.z - 1) / size.z;
-  for (uint32_t number : order(x * y * z, shuffling, seed == 1)) {
+  const std::vector<metal::uint3> all = threadgroups();
+  for (uint32_t number : order(all.size(), schedule_of(seed), &random)) {
     Group made;
     made.body = program.body;
-    made.random = shuffling;
-    made.reversed = seed == 1;
+    made.random = &random;
+    made.schedule = schedule_of(seed);
     made.fibers = program.fibers;
-    place_threads(made, {number % x, number / x % y, number / x / y});
+    place_threads(made, all[number]);
     group = &made;
     run_group();
     group = nullptr;
   }
 }
 
+using Bytes = std::vector<uint8_t>;
+
+// One run; what the needed part of each output then holds.
+static std::vector<Bytes> outputs_of_run(int64_t seed, uint8_t garbage, const Program& program) {
+  for (auto& output : request.outputs) output->track(output->bytes.size(), garbage);
+  set_garbage(garbage);
+  run_grid(seed, program);
+  std::vector<Bytes> held;
+  for (auto& output : request.outputs) {
+    check_written(*output);
+    Bytes bytes(output->needed);
+    for (int64_t i = 0; i < output->needed; ++i) {
+      const int64_t at = output->first_needed + i;
+      const bool written = output->writes[at].thread != 0 || !output->initialized;
+      bytes[i] = written ? output->bytes[at] : output->initial[at % output->element_bytes];
+    }
+    held.push_back(std::move(bytes));
+  }
+  return held;
+}
+
+static void compare(const std::vector<Bytes>& first, const std::vector<Bytes>& other, const char* kind, const char* when) {
+  // What follows from an earlier finding is no finding of its own.
+  for (size_t i = 0; i < first.size() && !has_findings(); ++i) {
+    const auto differing = std::mismatch(first[i].begin(), first[i].end(), other[i].begin());
+    if (differing.first != first[i].end()) {
+      const Buffer& output = *request.outputs[i];
+      const int64_t byte = output.first_needed + (differing.first - first[i].begin());
+      report(kind, request.kernel, "%s[%lld] differs when %s", output.name.c_str(),
+             static_cast<long long>(byte / output.element_bytes), when);
+    }
+  }
+}
+
 int run(const char* outputs_path, const Program& program) {
   read_request(program);
-  std::vector<std::vector<uint8_t>> first;
-  for (size_t run = 0; run < request.seeds.size(); ++run) {
-    // Other garbage each time, so that an element that is never written cannot look stable.
-    for (auto& output : request.outputs) output->track(output->bytes.size(), uint8_t(0xc3 + 29 * run));
-    run_grid(request.seeds[run], program);
-    for (size_t i = 0; i < request.outputs.size(); ++i) {
-      const Buffer& output = *request.outputs[i];
-      check_written(output, program.kernel);
-      if (run == 0) {
-        first.push_back(output.bytes);
-      }
-      // Garbage that was read, say, differs from run to run whatever the order.
-      if (run == 0 || has_findings()) {
-        continue;
-      }
-      for (size_t byte = 0; byte < output.bytes.size(); ++byte) {
-        if (output.bytes[byte] != first[i][byte] && output.writes[byte].thread != 0) {
-          report("order-dependent", program.kernel, "%s[%lld] differs when the threads run in another order",
-                 output.name.c_str(), static_cast<long long>(int64_t(byte) / output.element_bytes));
-          break;
-        }
-      }
+  check_limits();
+  const std::vector<Bytes> first = outputs_of_run(request.seeds[0], 0x5a, program);
+  for (size_t i = 1; i < request.seeds.size(); ++i) {
+    const std::vector<Bytes> other = outputs_of_run(request.seeds[i], 0xc3, program);
+    if (other != first && !has_findings()) {
+      compare(first, outputs_of_run(request.seeds[0], 0xc3, program), "uninitialized-read",
+              "locals without a value hold something else");
+      compare(first, other, "order-dependent", "the threads run in another order");
     }
   }
   std::FILE* file = std::fopen(outputs_path, "wb");
   if (file == nullptr) return 4;
-  for (const auto& bytes : first) {
+  for (const Bytes& bytes : first) {
     if (!bytes.empty()) std::fwrite(bytes.data(), 1, bytes.size(), file);
   }
   std::fclose(file);

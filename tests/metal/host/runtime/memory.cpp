@@ -2,7 +2,8 @@
 //
 // A byte of an output or of threadgroup memory remembers who wrote and who read it last, and
 // when: the count of barriers that the thread had passed. Two accesses of different threads are in
-// order only if a barrier that both know lies between them.
+// order only if a barrier that both know lies between them. Atomic accesses need that order too,
+// unless the outcome is the same in any order: a relaxed atomic orders nothing.
 #include <cstring>
 
 #include "state.h"
@@ -11,7 +12,10 @@ namespace host {
 
 Actor* actor = nullptr;
 
-static Access current_access(Kind kind, bool atomic) {
+constexpr uint64_t many_threads = UINT64_MAX;
+constexpr uint16_t many_simdgroups = UINT16_MAX;
+
+static Access current_access(Kind kind, Atomic atomic) {
   Access access;
   access.thread = actor->id;
   access.group = actor->group;
@@ -20,12 +24,26 @@ static Access current_access(Kind kind, bool atomic) {
   access.barriers = shared ? actor->threadgroup_barriers : actor->device_barriers;
   access.simd_barriers =
       shared ? actor->simd_threadgroup_barriers : actor->simd_device_barriers;
-  access.atomic = atomic;
+  access.operation = atomic.operation;
+  access.value = atomic.value;
   return access;
 }
 
-static bool conflicts(const Access& before, const Access& now) {
-  if (before.thread == 0 || before.thread == now.thread || (before.atomic && now.atomic)) {
+// Whether two atomic accesses leave and answer the same in both orders, ticket numbers aside.
+static bool commute(const Access& before, const Access& now) {
+  if (before.operation == AtomicOperation::none || before.operation != now.operation) {
+    return false;
+  }
+  switch (now.operation) {
+    case AtomicOperation::store: return before.value == now.value;
+    case AtomicOperation::exchange: return false;
+    default: return true;
+  }
+}
+
+// Whether no barrier orders an access of another thread before this one.
+static bool unordered(const Access& before, const Access& now) {
+  if (before.thread == 0 || before.thread == now.thread) {
     return false;
   }
   if (before.group != now.group) {
@@ -35,6 +53,24 @@ static bool conflicts(const Access& before, const Access& now) {
     return false;
   }
   return before.simdgroup != now.simdgroup || before.simd_barriers >= now.simd_barriers;
+}
+
+static bool conflicts(const Access& before, const Access& now) {
+  return unordered(before, now) && !commute(before, now);
+}
+
+// Remembers an access beside those of other threads that nothing orders before it: then no single
+// thread, or no single simdgroup, is the one whose access it was.
+static void remember(Access& last, const Access& now) {
+  const bool beside = unordered(last, now);
+  const bool apart = beside && (last.simdgroup != now.simdgroup || last.group != now.group);
+  last = now;
+  if (beside) {
+    last.thread = many_threads;
+  }
+  if (apart) {
+    last.simdgroup = many_simdgroups;
+  }
 }
 
 #define HOST_AT "thread (%u, %u, %u)"
@@ -68,7 +104,7 @@ in_range(const Buffer& buffer, int64_t offset, int64_t size, int64_t alignment, 
 }
 
 static bool
-check_read(Buffer& buffer, int64_t offset, int64_t size, int64_t alignment, bool atomic, Site site) {
+check_read(Buffer& buffer, int64_t offset, int64_t size, int64_t alignment, Atomic atomic, Site site) {
   if (!in_range(buffer, offset, size, alignment, site, "read")) {
     return false;
   }
@@ -88,21 +124,13 @@ check_read(Buffer& buffer, int64_t offset, int64_t size, int64_t alignment, bool
           "race", site, "%s[%lld] was read by " HOST_AT " with no barrier after another thread's write",
           buffer.name.c_str(), element, HOST_POSITION);
     }
-    Access& read = buffer.reads[i];
-    // Two readers since the last barrier: no single thread is the reader.
-    const bool many = conflicts(read, now);
-    const uint32_t simdgroup = many && read.simdgroup != now.simdgroup ? UINT32_MAX : now.simdgroup;
-    read = now;
-    read.simdgroup = simdgroup;
-    if (many) {
-      read.thread = UINT32_MAX;
-    }
+    remember(buffer.reads[i], now);
   }
   return true;
 }
 
 static bool
-check_write(Buffer& buffer, int64_t offset, int64_t size, int64_t alignment, bool atomic, Site site) {
+check_write(Buffer& buffer, int64_t offset, int64_t size, int64_t alignment, Atomic atomic, Site site) {
   if (!in_range(buffer, offset, size, alignment, site, "write")) {
     return false;
   }
@@ -111,10 +139,11 @@ check_write(Buffer& buffer, int64_t offset, int64_t size, int64_t alignment, boo
     return false;
   }
   const Access now = current_access(buffer.kind, atomic);
+  const bool plain = atomic.operation == AtomicOperation::none;
   const long long element = static_cast<long long>(offset / buffer.element_bytes);
   for (int64_t i = buffer.origin + offset; i < buffer.origin + offset + size; ++i) {
     Access& write = buffer.writes[i];
-    if (buffer.kind == Kind::output && write.thread != 0 && !atomic) {
+    if (buffer.kind == Kind::output && write.thread != 0 && plain) {
       report(
           "written-twice", site, "%s[%lld] was written by " HOST_AT " after %s had written it",
           buffer.name.c_str(), element, HOST_POSITION,
@@ -128,23 +157,44 @@ check_write(Buffer& buffer, int64_t offset, int64_t size, int64_t alignment, boo
           "race", site, "%s[%lld] was written by " HOST_AT " with no barrier after another thread's read",
           buffer.name.c_str(), element, HOST_POSITION);
     }
-    write = now;
+    remember(write, now);
   }
   return true;
 }
 
+// Bytes that were never written are those of the initial value, or garbage.
+static uint8_t byte_at(const Buffer& buffer, int64_t at) {
+  if (buffer.writes[at].thread != 0) {
+    return buffer.bytes[at];
+  }
+  return buffer.initialized ? buffer.initial[at % buffer.element_bytes] : buffer.garbage;
+}
+
+static bool is_pointer_set(Buffer* buffer, Site site) {
+  if (buffer == nullptr) {
+    report("uninitialized-read", site, "a pointer that was never set is used by " HOST_AT, HOST_POSITION);
+  }
+  return buffer != nullptr;
+}
+
 void read_memory(
-    Buffer* buffer, int64_t offset, void* to, int64_t size, int64_t alignment, bool atomic, Site site) {
-  if (check_read(*buffer, offset, size, alignment, atomic, site)) {
-    std::memcpy(to, buffer->bytes.data() + buffer->origin + offset, size);
-  } else {
+    Buffer* buffer, int64_t offset, void* to, int64_t size, int64_t alignment, Atomic atomic, Site site) {
+  if (!is_pointer_set(buffer, site) || !check_read(*buffer, offset, size, alignment, atomic, site)) {
     std::memset(to, 0x5a, size);
+    return;
+  }
+  if (buffer->kind == Kind::input) {
+    std::memcpy(to, buffer->bytes.data() + buffer->origin + offset, size);
+    return;
+  }
+  for (int64_t i = 0; i < size; ++i) {
+    static_cast<uint8_t*>(to)[i] = byte_at(*buffer, buffer->origin + offset + i);
   }
 }
 
 void write_memory(
-    Buffer* buffer, int64_t offset, const void* from, int64_t size, int64_t alignment, bool atomic, Site site) {
-  if (check_write(*buffer, offset, size, alignment, atomic, site)) {
+    Buffer* buffer, int64_t offset, const void* from, int64_t size, int64_t alignment, Atomic atomic, Site site) {
+  if (is_pointer_set(buffer, site) && check_write(*buffer, offset, size, alignment, atomic, site)) {
     std::memcpy(buffer->bytes.data() + buffer->origin + offset, from, size);
   }
 }

@@ -1,13 +1,14 @@
 // Threads of a threadgroup as fibers that meet at barriers and in simdgroup functions.
 //
-// One fiber runs at a time, up to its next meeting; the order in which they run is shuffled anew
-// for every round. A meeting is over when all threads that it concerns have come; threads that
-// wait in different places, or that returned while others wait, are a finding.
+// One fiber runs at a time, up to its next meeting. The lanes of a simdgroup run one after the
+// other, and the simdgroup goes on from a meeting without the other simdgroups, as far as the
+// next threadgroup barrier: how far ahead of the others depends on the schedule.
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "state.h"
 
@@ -39,6 +40,7 @@ static void wait_here(State state, Site site) {
   }
   self->state = state;
   self->waiting = site;
+  self->path = current_path();
   Thread* waiting = self;
   leave_for(&waiting->fake_stack, group->scheduler_stack, group->scheduler_stack_bytes);
   swapcontext(&waiting->context, &group->scheduler);
@@ -53,50 +55,124 @@ static void resume(Thread& thread) {
   arrive_in_fiber(nullptr, nullptr, group->scheduler_fake_stack);
 }
 
-std::vector<uint32_t> order(uint32_t count, std::mt19937_64* random, bool reversed) {
-  std::vector<uint32_t> indices(count);
-  for (uint32_t i = 0; i < count; ++i) {
-    indices[i] = reversed ? count - 1 - i : i;
+// Frames are linked by their first word, with the place of the call beside it.
+Path current_path() {
+  Path path;
+  const uintptr_t low = reinterpret_cast<uintptr_t>(self->stack);
+  uintptr_t frame = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+  while (frame > low && frame < low + stack_bytes - 2 * sizeof(uintptr_t)) {
+    const uintptr_t* words = reinterpret_cast<const uintptr_t*>(frame);
+    path.push_back(words[1]);
+    if (words[0] <= frame) {
+      break;
+    }
+    frame = words[0];
   }
-  if (random != nullptr) {
+  std::reverse(path.begin(), path.end());
+  return path;
+}
+
+std::vector<uint32_t> order(uint32_t count, Schedule schedule, std::mt19937_64* random) {
+  std::vector<uint32_t> indices(count);
+  std::iota(indices.begin(), indices.end(), 0);
+  if (schedule == Schedule::reversed) {
+    std::reverse(indices.begin(), indices.end());
+  } else if (schedule != Schedule::in_order) {
     std::shuffle(indices.begin(), indices.end(), *random);
   }
   return indices;
 }
 
-// Lets a simdgroup go on whose lanes have all come to one simdgroup function.
-static bool release_simdgroup(uint32_t number) {
-  const size_t first = size_t(number) * simd_width;
-  const size_t last = std::min(group->threads.size(), first + simd_width);
-  const Thread* waiting = nullptr;
-  for (size_t i = first; i < last; ++i) {
-    const Thread& thread = group->threads[i];
-    if (thread.state == State::done) {
-      continue;
+static size_t simdgroup_count() { return (group->threads.size() + simd_width - 1) / simd_width; }
+
+struct LaneRange {
+  Thread* first;
+  Thread* last;
+  Thread* begin() const { return first; }
+  Thread* end() const { return last; }
+};
+
+static LaneRange lanes_of(size_t simdgroup) {
+  Thread* threads = group->threads.data();
+  const size_t first = simdgroup * simd_width;
+  return {threads + first, threads + std::min(group->threads.size(), first + simd_width)};
+}
+
+static bool waits_for_lanes(const Thread& thread) {
+  return thread.state == State::at_simd || thread.state == State::at_simd_barrier;
+}
+
+static const char* whereabouts(const Thread& thread) {
+  return thread.state == State::done ? "has returned" : "waits elsewhere";
+}
+
+[[noreturn]] static void refuse_barrier(Site site, const char* whose, const Thread& other) {
+  const metal::uint3 who = other.position.in_grid;
+  report(
+      "barrier-divergence", site,
+      "not every thread of the %s comes to this barrier: thread (%u, %u, %u) %s (line %d)", whose,
+      who.x, who.y, who.z, whereabouts(other), other.waiting.line);
+  stop();
+}
+
+// A part of a simdgroup may use its functions while the rest waits for it: further down in the
+// text, behind the branch or the loop. Then the rest must find it there.
+static void check_outrun(const std::vector<Thread*>& met) {
+  const Thread* outrun = nullptr;
+  for (const Thread* thread : met) {
+    if (thread->outrun_at == 0) {
+      return;
     }
-    if (thread.state != State::at_simd) {
+    outrun = thread;
+  }
+  report(
+      "simd-divergence", outrun->waiting,
+      "some lanes of a simdgroup take part here and the others at line %d", outrun->outrun_at);
+  stop();
+}
+
+// Lets those lanes go on that wait in one simdgroup function: the first one in the text.
+static bool release_simdgroup(size_t number) {
+  const LaneRange lanes = lanes_of(number);
+  const Thread* first = nullptr;
+  for (const Thread& thread : lanes) {
+    if (thread.state == State::ready) {
       return false;
     }
-    if (waiting != nullptr && (waiting->waiting.line != thread.waiting.line)) {
-      report(
-          "simd-divergence", thread.waiting,
-          "lanes of one simdgroup wait here and at line %d in different simdgroup functions",
-          waiting->waiting.line);
-      stop();
+    if (waits_for_lanes(thread) && (first == nullptr || thread.path < first->path)) {
+      first = &thread;
     }
-    waiting = &thread;
   }
-  if (waiting == nullptr) {
+  if (first == nullptr) {
     return false;
   }
-  for (size_t i = first; i < last; ++i) {
-    Thread& thread = group->threads[i];
-    if (thread.state == State::at_simd) {
-      thread.state = State::ready;
-    } else {
-      group->exchanges[number].active[0][i - first] = false;
-      group->exchanges[number].active[1][i - first] = false;
+  const Path path = first->path;
+  const Site site = first->waiting;
+  const bool is_barrier = first->state == State::at_simd_barrier;
+  std::vector<Thread*> met;
+  auto shared = std::make_shared<Met>();
+  for (Thread& thread : lanes) {
+    if (!waits_for_lanes(thread) || thread.path != path) {
+      if (is_barrier) {
+        refuse_barrier(site, "simdgroup", thread);
+      }
+      continue;
     }
+    const size_t lane = &thread - lanes.first;
+    std::memcpy(shared->values[lane], thread.brought, exchange_bytes);
+    shared->active[lane] = true;
+    met.push_back(&thread);
+  }
+  check_outrun(met);
+  for (Thread& thread : lanes) {
+    if (waits_for_lanes(thread) && thread.path != path) {
+      thread.outrun_at = site.line;
+    }
+  }
+  for (Thread* thread : met) {
+    thread->met = shared;
+    thread->outrun_at = 0;
+    thread->state = State::ready;
   }
   return true;
 }
@@ -104,27 +180,15 @@ static bool release_simdgroup(uint32_t number) {
 // Lets the whole group go on from a barrier that all its threads have come to.
 static void release_barrier() {
   const Thread* waiting = nullptr;
-  const Thread* elsewhere = nullptr;
   for (const Thread& thread : group->threads) {
     if (thread.state == State::at_barrier && waiting == nullptr) {
       waiting = &thread;
     }
   }
   for (const Thread& thread : group->threads) {
-    if (waiting == nullptr || thread.state != State::at_barrier ||
-        thread.waiting.line != waiting->waiting.line) {
-      elsewhere = &thread;
+    if (thread.state != State::at_barrier || thread.path != waiting->path) {
+      refuse_barrier(waiting->waiting, "threadgroup", thread);
     }
-  }
-  if (elsewhere != nullptr) {
-    const Site site = waiting != nullptr ? waiting->waiting : elsewhere->waiting;
-    const metal::uint3 who = elsewhere->position.in_grid;
-    report(
-        "barrier-divergence", site,
-        "not every thread of the threadgroup comes to this barrier: thread (%u, %u, %u) %s (line %d)",
-        who.x, who.y, who.z, elsewhere->state == State::done ? "has returned" : "waits elsewhere",
-        elsewhere->waiting.line);
-    stop();
   }
   for (Thread& thread : group->threads) {
     thread.actor.threadgroup_barriers += thread.barrier_flags & 2 ? 1 : 0;
@@ -144,6 +208,37 @@ static char* stack_for(size_t index) {
   return stacks[index].get();
 }
 
+static bool has_ready(size_t simdgroup) {
+  const LaneRange lanes = lanes_of(simdgroup);
+  return std::any_of(
+      lanes.begin(), lanes.end(), [](const Thread& each) { return each.state == State::ready; });
+}
+
+// The simdgroup to go on with after `last`, or the number of simdgroups when none can.
+static size_t next_simdgroup(size_t last) {
+  const size_t count = simdgroup_count();
+  std::vector<size_t> able;
+  for (size_t i = 0; i < count; ++i) {
+    if (has_ready(i)) {
+      able.push_back(i);
+    }
+  }
+  if (able.empty()) {
+    return count;
+  }
+  switch (group->schedule) {
+    case Schedule::in_order: return able.front();
+    case Schedule::reversed: return able.back();
+    case Schedule::ahead:
+      if (std::find(able.begin(), able.end(), last) != able.end()) {
+        return last;
+      }
+      break;
+    case Schedule::mingled: break;
+  }
+  return able[(*group->random)() % able.size()];
+}
+
 static void run_group_in_fibers() {
   for (Thread& thread : group->threads) {
     thread.stack = stack_for(thread.position.index);
@@ -153,31 +248,31 @@ static void run_group_in_fibers() {
     thread.context.uc_link = nullptr;
     makecontext(&thread.context, fiber_main, 0);
   }
-  const uint32_t count = group->threads.size();
-  group->exchanges.assign((count + simd_width - 1) / simd_width, Exchange());
+  size_t chosen = simdgroup_count();
   while (true) {
-    bool all_done = true;
-    for (uint32_t i : order(count, group->random, group->reversed)) {
-      if (group->threads[i].state == State::ready) {
-        resume(group->threads[i]);
+    chosen = next_simdgroup(chosen);
+    if (chosen == simdgroup_count()) {
+      const bool waiting = std::any_of(
+          group->threads.begin(), group->threads.end(),
+          [](const Thread& each) { return each.state != State::done; });
+      if (!waiting) {
+        return;
       }
-      all_done = all_done && group->threads[i].state == State::done;
-    }
-    if (all_done) {
-      return;
-    }
-    bool released = false;
-    for (uint32_t i = 0; i < group->exchanges.size(); ++i) {
-      released = release_simdgroup(i) || released;
-    }
-    if (!released) {
       release_barrier();
+      continue;
     }
+    const LaneRange lanes = lanes_of(chosen);
+    for (uint32_t lane : order(lanes.last - lanes.first, group->schedule, group->random)) {
+      if (lanes.first[lane].state == State::ready) {
+        resume(lanes.first[lane]);
+      }
+    }
+    release_simdgroup(chosen);
   }
 }
 
 static void run_group_in_turn() {
-  for (uint32_t i : order(group->threads.size(), group->random, group->reversed)) {
+  for (uint32_t i : order(group->threads.size(), group->schedule, group->random)) {
     self = &group->threads[i];
     actor = &self->actor;
     group->body();
@@ -186,6 +281,7 @@ static void run_group_in_turn() {
 
 void run_group() {
   group->fibers ? run_group_in_fibers() : run_group_in_turn();
+  self = nullptr;
 }
 
 Buffer* shared_buffer(const void* key, const char* name, size_t element, size_t count) {
@@ -204,23 +300,13 @@ Buffer* shared_buffer(const void* key, const char* name, size_t element, size_t 
 }
 
 Meeting meet_simdgroup(const void* value, size_t size, Site site) {
-  const uint32_t lane = self->position.index % simd_width;
-  const uint32_t parity = self->simd_calls++ % 2;
-  if (!group->fibers) {
-    wait_here(State::at_simd, site);
-  }
-  Exchange& exchange = group->exchanges[self->position.index / simd_width];
-  std::memcpy(exchange.values[parity][lane], value, size);
-  exchange.active[parity][lane] = true;
+  std::memcpy(self->brought, value, size);
   wait_here(State::at_simd, site);
-  // All have come here, so nobody reads the meeting before this one any more.
-  exchange.active[1 - parity][lane] = false;
-  return {exchange.values[parity], exchange.active[parity], lane};
+  return {self->met->values, self->met->active, self->position.index % simd_width};
 }
 
 void meet_simdgroup_barrier(uint32_t flags, Site site) {
-  const uint32_t nothing = 0;
-  meet_simdgroup(&nothing, sizeof nothing, site);
+  wait_here(State::at_simd_barrier, site);
   self->actor.simd_threadgroup_barriers += flags & 2 ? 1 : 0;
   self->actor.simd_device_barriers += flags & 1 ? 1 : 0;
 }

@@ -1,7 +1,7 @@
 // What the generated unit passes to the kernel, and how it hands the kernel to the runtime.
 #pragma once
 
-#include "functions.h"
+#include "atomics.h"
 
 namespace host {
 

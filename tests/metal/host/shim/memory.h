@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "report.h"
+#include "vectors.h"
 
 namespace host {
 
@@ -15,32 +16,33 @@ struct threadgroup_space {};
 // Memory that the runtime keeps: an input, an output or a threadgroup array.
 struct Buffer;
 
+enum class AtomicOperation : uint8_t {
+  none, load, store, exchange, add, min, max, bit_or, bit_and, bit_xor
+};
+
+// How an access is atomic, if it is, and what it stores.
+struct Atomic {
+  AtomicOperation operation = AtomicOperation::none;
+  uint32_t value = 0;
+};
+
 // Offsets are bytes from element 0. A read that is not allowed gives garbage, a write nothing.
 void read_memory(
-    Buffer* buffer, int64_t offset, void* to, int64_t size, int64_t alignment, bool atomic, Site site);
+    Buffer* buffer, int64_t offset, void* to, int64_t size, int64_t alignment, Atomic atomic, Site site);
 void write_memory(
-    Buffer* buffer, int64_t offset, const void* from, int64_t size, int64_t alignment, bool atomic, Site site);
+    Buffer* buffer, int64_t offset, const void* from, int64_t size, int64_t alignment, Atomic atomic, Site site);
 
 template <typename T>
-inline T load(Buffer* buffer, int64_t offset, Site site, bool atomic = false) {
+inline T load(Buffer* buffer, int64_t offset, Site site, Atomic atomic = {}) {
   T value;
   read_memory(buffer, offset, &value, sizeof(T), alignof(T), atomic, site);
   return value;
 }
 
 template <typename T>
-inline void store(Buffer* buffer, int64_t offset, const T& value, Site site, bool atomic = false) {
+inline void store(Buffer* buffer, int64_t offset, const T& value, Site site, Atomic atomic = {}) {
   write_memory(buffer, offset, &value, sizeof(T), alignof(T), atomic, site);
 }
-
-// An index that knows the line it was written on.
-struct Index {
-  int64_t value;
-  Site site;
-  template <typename I, typename = std::enable_if_t<std::is_integral<I>::value>>
-  Index(I index, const char* file = __builtin_FILE(), int line = __builtin_LINE())
-      : value(static_cast<int64_t>(index)), site{file, line} {}
-};
 
 template <typename P>
 struct Sited {
@@ -55,9 +57,9 @@ class pointer;
 
 // An element that may be read or written: what indexing a pointer to non-const gives.
 template <typename S, typename T>
-class Element {
+class Cell {
  public:
-  Element(Buffer* buffer, int64_t offset, Site site)
+  Cell(Buffer* buffer, int64_t offset, Site site)
       : buffer_(buffer), offset_(offset), site_(site) {}
   operator T() const { return load<T>(buffer_, offset_, site_); }
   // A cast in the kernel's text, such as float(tile[i]) of a half.
@@ -65,15 +67,15 @@ class Element {
       typename U,
       typename = std::enable_if_t<std::is_same<U, float>::value && !std::is_arithmetic<T>::value>>
   explicit operator U() const { return static_cast<U>(static_cast<T>(*this)); }
-  const Element& operator=(T value) const {
+  const Cell& operator=(T value) const {
     store<T>(buffer_, offset_, value, site_);
     return *this;
   }
-  const Element& operator=(const Element& other) const { return *this = static_cast<T>(other); }
+  const Cell& operator=(const Cell& other) const { return *this = static_cast<T>(other); }
   pointer<S, T> operator&() const { return pointer<S, T>(buffer_, offset_); }
 #define HOST_COMPOUND(op)                                                                     \
   template <typename V>                                                                       \
-  const Element& operator op##=(V value) const {                                       \
+  const Cell& operator op##=(V value) const {                                                 \
     return *this = static_cast<T>(static_cast<T>(*this) op value);                            \
   }
   HOST_COMPOUND(+)
@@ -90,6 +92,48 @@ class Element {
   int64_t offset_;
   Site site_;
 };
+
+template <typename S, typename T>
+class Element : public Cell<S, T> {
+ public:
+  using Cell<S, T>::Cell;
+  using Cell<S, T>::operator=;
+  const Element& operator=(const Element& other) const {
+    *this = static_cast<T>(other);
+    return *this;
+  }
+};
+
+// Of a vector in memory each component is an element of its own.
+#define HOST_LANE(name, lane) name(buffer, offset + int64_t(lane * sizeof(T)), site)
+#define HOST_VECTOR_ELEMENT(count, names, ...)                                                \
+  template <typename S, typename T>                                                           \
+  class Element<S, metal::vec<T, count>> : public Cell<S, metal::vec<T, count>> {             \
+   public:                                                                                    \
+    using Whole = metal::vec<T, count>;                                                       \
+    Element(Buffer* buffer, int64_t offset, Site site)                                        \
+        : Cell<S, Whole>(buffer, offset, site), __VA_ARGS__ {}                                \
+    using Cell<S, Whole>::operator=;                                                          \
+    const Element& operator=(const Element& other) const {                                    \
+      *this = static_cast<Whole>(other);                                                      \
+      return *this;                                                                           \
+    }                                                                                         \
+    template <int... Lanes>                                                                   \
+    auto picked() const { return static_cast<Whole>(*this).template picked<Lanes...>(); }     \
+    template <int... Lanes>                                                                   \
+    auto swizzle() const { return static_cast<Whole>(*this).template picked<Lanes...>(); }    \
+    Element<S, T> operator[](Index lane) const {                                              \
+      return pointer<S, T>(&*this)[metal::checked_lane(lane, count)];                         \
+    }                                                                                         \
+    Element<S, T> names;                                                                      \
+  };
+#define HOST_NAMES2 x, y
+#define HOST_NAMES3 x, y, z
+#define HOST_NAMES4 x, y, z, w
+HOST_VECTOR_ELEMENT(2, HOST_NAMES2, HOST_LANE(x, 0), HOST_LANE(y, 1))
+HOST_VECTOR_ELEMENT(3, HOST_NAMES3, HOST_LANE(x, 0), HOST_LANE(y, 1), HOST_LANE(z, 2))
+HOST_VECTOR_ELEMENT(
+    4, HOST_NAMES4, HOST_LANE(x, 0), HOST_LANE(y, 1), HOST_LANE(z, 2), HOST_LANE(w, 3))
 
 template <typename S, typename T>
 class pointer {
@@ -147,16 +191,9 @@ class pointer {
   int64_t offset_;
 };
 
-// What a template that takes a value by its type should make of an argument.
-template <typename T>
-struct plain {
-  using type = T;
-};
 template <typename S, typename T>
 struct plain<Element<S, T>> {
-  using type = T;
+  using type = std::remove_cv_t<T>;
 };
-template <typename T>
-using plain_t = typename plain<T>::type;
 
 } // namespace host

@@ -1,4 +1,4 @@
-// half and bfloat in software, and the short vectors: the arithmetic of Metal's types.
+// half and bfloat in software, and the limits of Metal's numbers.
 //
 // A result is computed in float and rounded once to nearest, ties to even. float carries more than
 // twice the digits of both types, so that + - * / and sqrt come out as if computed exactly. Only
@@ -109,91 +109,63 @@ using bfloat16_t = bfloat;
 HOST_NARROW_OPERATORS(half)
 HOST_NARROW_OPERATORS(bfloat)
 
-// vec<T, N>: as aligned as Metal's (three lanes take the room of four).
-template <typename T, int N>
-struct alignas(sizeof(T) * (N == 3 ? 4 : N)) vec;
-
-template <typename T>
-struct alignas(2 * sizeof(T)) vec<T, 2> {
-  T x, y;
-  vec() = default;
-  explicit vec(T all) : x(all), y(all) {}
-  vec(T x_, T y_) : x(x_), y(y_) {}
-  T& operator[](int lane) { return (&x)[lane]; }
-  const T& operator[](int lane) const { return (&x)[lane]; }
-};
-
-template <typename T>
-struct alignas(4 * sizeof(T)) vec<T, 3> {
-  T x, y, z;
-  vec() = default;
-  explicit vec(T all) : x(all), y(all), z(all) {}
-  vec(T x_, T y_, T z_) : x(x_), y(y_), z(z_) {}
-  T& operator[](int lane) { return (&x)[lane]; }
-  const T& operator[](int lane) const { return (&x)[lane]; }
-};
-
-template <typename T>
-struct alignas(4 * sizeof(T)) vec<T, 4> {
-  T x, y, z, w;
-  vec() = default;
-  explicit vec(T all) : x(all), y(all), z(all), w(all) {}
-  vec(T x_, T y_, T z_, T w_) : x(x_), y(y_), z(z_), w(w_) {}
-  T& operator[](int lane) { return (&x)[lane]; }
-  const T& operator[](int lane) const { return (&x)[lane]; }
-};
-
-#define HOST_VECTOR_OPERATOR(op)                                   \
-  template <typename T, int N>                                     \
-  inline vec<T, N> operator op(vec<T, N> left, vec<T, N> right) {  \
-    for (int i = 0; i < N; ++i) left[i] = left[i] op right[i];     \
-    return left;                                                   \
-  }                                                                \
-  template <typename T, int N>                                     \
-  inline vec<T, N> operator op(vec<T, N> left, std::common_type_t<T> right) { \
-    for (int i = 0; i < N; ++i) left[i] = left[i] op right;        \
-    return left;                                                   \
-  }
-HOST_VECTOR_OPERATOR(+)
-HOST_VECTOR_OPERATOR(-)
-HOST_VECTOR_OPERATOR(*)
-HOST_VECTOR_OPERATOR(/)
-
 using uint = unsigned int;
 using ushort = unsigned short;
 using uchar = unsigned char;
 using ulong = unsigned long;
-using uint2 = vec<uint, 2>;
-using uint3 = vec<uint, 3>;
-using uint4 = vec<uint, 4>;
-using int2 = vec<int, 2>;
-using int3 = vec<int, 3>;
-using int4 = vec<int, 4>;
-using float2 = vec<float, 2>;
-using float3 = vec<float, 3>;
-using float4 = vec<float, 4>;
-using half2 = vec<half, 2>;
-using half4 = vec<half, 4>;
-using bfloat2 = vec<bfloat, 2>;
-using bfloat4 = vec<bfloat, 4>;
 
 template <typename T>
 struct numeric_limits : std::numeric_limits<T> {};
-template <>
-struct numeric_limits<half> {
-  static half from(uint16_t bits) { half value; value.bits = bits; return value; }
-  static half max() { return from(0x7bff); }
-  static half lowest() { return from(0xfbff); }
-  static half infinity() { return from(0x7c00); }
-  static half quiet_NaN() { return from(0x7e00); }
+
+// The same of a 16-bit type, by its bits.
+template <
+    typename T,
+    uint16_t Least,
+    uint16_t Lowest,
+    uint16_t Most,
+    uint16_t Epsilon,
+    uint16_t Infinite,
+    uint16_t NotANumber,
+    int Digits>
+struct narrow_limits {
+  static constexpr bool is_specialized = true;
+  static constexpr bool is_signed = true;
+  static constexpr bool is_integer = false;
+  static constexpr bool has_infinity = true;
+  static constexpr int digits = Digits;
+  static T from(uint16_t bits) { return as_type<T>(bits); }
+  static T min() { return from(Least); }
+  static T lowest() { return from(Lowest); }
+  static T max() { return from(Most); }
+  static T epsilon() { return from(Epsilon); }
+  static T infinity() { return from(Infinite); }
+  static T quiet_NaN() { return from(NotANumber); }
 };
 template <>
-struct numeric_limits<bfloat> {
-  static bfloat from(uint16_t bits) { bfloat value; value.bits = bits; return value; }
-  static bfloat max() { return from(0x7f7f); }
-  static bfloat lowest() { return from(0xff7f); }
-  static bfloat infinity() { return from(0x7f80); }
-  static bfloat quiet_NaN() { return from(0x7fc0); }
-};
+struct numeric_limits<half>
+    : narrow_limits<half, 0x0400, 0xfbff, 0x7bff, 0x1400, 0x7c00, 0x7e00, 11> {};
+template <>
+struct numeric_limits<bfloat>
+    : narrow_limits<bfloat, 0x0080, 0xff7f, 0x7f7f, 0x3c00, 0x7f80, 0x7fc0, 8> {};
 
 } // namespace metal
+
+namespace host {
+
+template <typename T>
+constexpr bool is_floating_v = std::is_same<T, float>::value || std::is_same<T, metal::half>::value ||
+    std::is_same<T, metal::bfloat>::value;
+template <typename T>
+constexpr bool is_integer_v = std::is_integral<T>::value && !std::is_same<T, bool>::value;
+template <typename T>
+constexpr bool is_scalar_v = std::is_integral<T>::value || is_floating_v<T>;
+
+// What a template that takes a value by its type should make of an argument.
+template <typename T>
+struct plain {
+  using type = std::remove_cv_t<T>;
+};
+template <typename T>
+using plain_t = typename plain<T>::type;
+
+} // namespace host

@@ -10,7 +10,10 @@ namespace host {
 constexpr uint32_t simd_width = 32;
 constexpr size_t exchange_bytes = 16;
 
-// What the lanes of one simdgroup brought to one call.
+// The kernel's file; the unit defines it.
+const char* kernel_file();
+
+// What the lanes of one simdgroup brought to one call; until this lane's next meeting.
 struct Meeting {
   const unsigned char (*values)[exchange_bytes];
   const bool* active;
@@ -26,26 +29,40 @@ void meet_threadgroup_barrier(uint32_t flags, Site site);
 // statements of a kernel apart. It starts as garbage, as on a GPU.
 Buffer* shared_buffer(const void* key, const char* name, size_t element, size_t count);
 
-// A key that is the same for every thread and differs from statement to statement.
-#define HOST_STATEMENT_KEY ([]() -> const void* { static const char key = 0; return &key; }())
+// Told before the kernel runs, whatever statements it comes to.
+bool declare_shared(size_t bytes, Site site);
 
-template <typename T, size_t... Sizes>
-struct Shared;
 template <typename T>
-struct Shared<T> : Element<threadgroup_space, T> {
-  Shared(const void* key, const char* name, Site site = Site::here())
-      : Element<threadgroup_space, T>(shared_buffer(key, name, sizeof(T), 1), 0, site) {}
+constexpr size_t product_of() { return 1; }
+template <typename T, size_t First, size_t... Rest>
+constexpr size_t product_of() { return First * product_of<T, Rest...>(); }
+
+// One statement: `Line` and `Number` are its own. Its address is its key.
+template <int Line, int Number, typename T, size_t... Sizes>
+struct Statement {
+  static const bool declared;
+  static Buffer* buffer(const char* name) {
+    return shared_buffer(&declared, name, sizeof(T), product_of<T, Sizes...>());
+  }
+};
+
+template <typename Statement, typename T, size_t... Sizes>
+struct SharedArray;
+template <typename Statement, typename T>
+struct SharedArray<Statement, T> : Element<threadgroup_space, T> {
+  explicit SharedArray(const char* name, Site site = Site::here())
+      : Element<threadgroup_space, T>(Statement::buffer(name), 0, site) {}
   using Element<threadgroup_space, T>::operator=;
 };
-template <typename T, size_t N>
-struct Shared<T, N> : pointer<threadgroup_space, T> {
-  Shared(const void* key, const char* name)
-      : pointer<threadgroup_space, T>(shared_buffer(key, name, sizeof(T), N), 0) {}
+template <typename Statement, typename T, size_t N>
+struct SharedArray<Statement, T, N> : pointer<threadgroup_space, T> {
+  explicit SharedArray(const char* name)
+      : pointer<threadgroup_space, T>(Statement::buffer(name), 0) {}
 };
-template <typename T, size_t Rows, size_t N>
-struct Shared<T, Rows, N> : pointer<threadgroup_space, T> {
-  Shared(const void* key, const char* name)
-      : pointer<threadgroup_space, T>(shared_buffer(key, name, sizeof(T), Rows * N), 0) {}
+template <typename Statement, typename T, size_t Rows, size_t N>
+struct SharedArray<Statement, T, Rows, N> : pointer<threadgroup_space, T> {
+  explicit SharedArray(const char* name)
+      : pointer<threadgroup_space, T>(Statement::buffer(name), 0) {}
   pointer<threadgroup_space, T> operator[](Index row) const {
     if (row.value < 0 || row.value >= int64_t(Rows)) {
       report("out-of-range", row.site, "row %lld of a threadgroup array of %zu rows",
@@ -54,5 +71,21 @@ struct Shared<T, Rows, N> : pointer<threadgroup_space, T> {
     return *this + row.value * int64_t(N);
   }
 };
+
+template <int Line, int Number, typename T, size_t... Sizes>
+const bool Statement<Line, Number, T, Sizes...>::declared =
+    declare_shared(sizeof(T) * product_of<T, Sizes...>(), {kernel_file(), Line});
+
+template <int Line, int Number, typename T, size_t... Sizes>
+using Shared = SharedArray<Statement<Line, Number, T, Sizes...>, T, Sizes...>;
+
+// A local without a value holds other garbage in each run, so that whatever depends on it shows.
+void fill_with_garbage(void* local, size_t bytes);
+template <typename T>
+inline void garble(T& local) {
+  if constexpr (std::is_trivially_copyable<T>::value && std::is_trivially_default_constructible<T>::value) {
+    fill_with_garbage(static_cast<void*>(&local), sizeof local);
+  }
+}
 
 } // namespace host
