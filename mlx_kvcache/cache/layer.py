@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.core import slice_update, split
 
 from mlx_kvcache.cache.growth import RowForm, SequenceGrowth
+from mlx_kvcache.cache.kept import keep, put_back
 from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.errors import GeometryError, UpdateDtypeError, UpdateShapeError
@@ -25,19 +26,6 @@ class LayerState(NamedTuple):
     rows: RowStore
     key_dtype: mx.Dtype
     value_dtype: mx.Dtype
-
-
-class KeptRows(NamedTuple):
-    """The store of a layer, and one that holds its rows as they were before the running step."""
-
-    store: RowStore
-    former: RowStore
-
-
-def put_back(sequence: SequenceLayout) -> None:
-    """Put the rows back that the unfinished step of a sequence has overwritten."""
-    for store, former in (sequence.kept or {}).values():
-        store.become(former.copy())
 
 
 class SequenceLayer:
@@ -173,7 +161,7 @@ class SequenceLayer:
         step = steps.open(position, tokens)
         self._allocate_for(keys, values)
         if step.joined:
-            self._keep_former()
+            keep(self._sequence, self.index, store)
             view = store.read_before(step.read, keys, values)
             store.write(step.placement, keys, values)
             # Whoever evaluates the answer evaluates the write, which else would be left to a
@@ -189,16 +177,6 @@ class SequenceLayer:
         if not self._sequence.unwritten:
             self._sequence.kept = None
         return view
-
-    def _keep_former(self) -> None:
-        """Keep the rows as they are before a step that overwrites what its own start needs."""
-        kept = self._sequence.kept
-        if kept is None:
-            kept = self._sequence.kept = {}
-        if self.index in kept:
-            # The step writes this layer once more: it was interrupted after the write.
-            self.store.become(kept[self.index].former)
-        kept[self.index] = KeptRows(self.store, self.store.copy())
 
     def read_again(self) -> RowView:
         """What the newest `write` of this layer answered with, without another.
