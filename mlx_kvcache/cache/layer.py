@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.core import slice_update, split
 
 from mlx_kvcache.cache.growth import RowForm, SequenceGrowth
+from mlx_kvcache.cache.kept import keep, put_back
 from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.errors import GeometryError, UpdateDtypeError, UpdateShapeError
@@ -25,19 +26,6 @@ class LayerState(NamedTuple):
     rows: RowStore
     key_dtype: mx.Dtype
     value_dtype: mx.Dtype
-
-
-class KeptRows(NamedTuple):
-    """A layer, and its rows as they were before the running step."""
-
-    layer: SequenceLayer
-    former: RowStore
-
-
-def put_back(sequence: SequenceLayout) -> None:
-    """Put the rows back that the unfinished step of a sequence has overwritten."""
-    for layer, former in (sequence.kept or {}).values():
-        layer.store = former.copy()
 
 
 class SequenceLayer:
@@ -174,7 +162,7 @@ class SequenceLayer:
         step = steps.open(position, tokens)
         self._allocate_for(keys, values)
         if step.joined:
-            self._keep_former()
+            keep(self._sequence, self.index, self)
             view = store.read_before(step.read, keys, values)
             # Aside: the rows of before are kept, and read again if this is interrupted.
             store = store.copy()
@@ -193,13 +181,6 @@ class SequenceLayer:
         if not sequence.unwritten:
             sequence.kept = None
         return view
-
-    def _keep_former(self) -> None:
-        """Keep the rows as they are before a step that overwrites what its own start needs."""
-        kept = self._sequence.kept
-        if kept is None:
-            kept = self._sequence.kept = {}
-        kept[self.index] = KeptRows(self, self.store)
 
     def read_again(self) -> RowView:
         """What the newest `write` of this layer answered with, without another.

@@ -15,7 +15,8 @@ from mlx_kvcache.cache.arguments import (
 )
 from mlx_kvcache.cache.attend import attend_view
 from mlx_kvcache.cache.growth import RowForm, SequenceGrowth
-from mlx_kvcache.cache.layer import LayerState, SequenceLayer, put_back
+from mlx_kvcache.cache.kept import put_back
+from mlx_kvcache.cache.layer import LayerState, SequenceLayer
 from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.errors import CapacityError, LayerIndexError, PositionError, UpdateShapeError

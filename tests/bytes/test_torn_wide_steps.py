@@ -27,7 +27,13 @@ from tests.support.sequence_oracle import Question, Session, Shape
 PACKAGE = Path(mlx_kvcache.cache.__file__).parents[1]
 FILES = frozenset(
     str(PACKAGE / name)
-    for name in ("cache/layer.py", "cache/sequence.py", "layout/sequence.py", "store/rows.py")
+    for name in (
+        "cache/layer.py",
+        "cache/kept.py",
+        "cache/sequence.py",
+        "layout/sequence.py",
+        "store/rows.py",
+    )
 )
 WINDOWS = [(3, 3), (0, 3), (3, 0), (3, 0, 9), (9, 3, 3), (1, 3)]
 SPARE, WIDE = 2, 7
