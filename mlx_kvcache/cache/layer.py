@@ -318,8 +318,8 @@ class SequenceLayer:
 
     def restore(self, state: LayerState, position: int) -> None:
         """Hold what a layer of the same geometry held at `position`."""
-        self.store = state.rows.copy()
-        self.offset = position
+        # One statement: a layer that stands at a position has rows.
+        self.store, self.offset = state.rows.copy(), position
         self._accept(state.key_dtype, state.value_dtype)
 
     def _in_callers_dtype(self, view: RowView) -> KeysValues:

@@ -20,6 +20,8 @@ from tests.support.sequence_verbs import LongSession, Moment
 pytestmark = pytest.mark.slow
 
 FORMS = ("array", "integer")
+#: Of the points of a restore so many apart are interrupted, others for each pair of moments.
+STRIDE = 9
 #: Steps of one token at once: they pass the rows that the smaller caches here have.
 FURTHER = 9
 
@@ -28,8 +30,8 @@ def filled(form: str, length: int, reserved: int = 0) -> LongSession:
     """A session of a flat layer, a ring, and another flat one."""
     shapes = [Shape(0), Shape(3), Shape(0)]
     session = LongSession(shapes, capacity=200, spare=4, initial_capacity=2, forms=(form,))
-    for _ in range(length):
-        session.step(1)
+    if length:
+        session.step(length)
     if reserved:
         session.reserve(reserved)
     session.flush()
@@ -59,7 +61,8 @@ def moments(form: str) -> list[Moment]:
     cleared = filled(form, 0, reserved=40)
     cleared.step(1)
     cleared.clear()
-    return [session.take_snapshot() for session in (*sessions, cleared)]
+    sessions += [cleared, filled(form, 0)]
+    return [session.take_snapshot() for session in sessions]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -69,7 +72,11 @@ def test_an_interrupt_anywhere_in_a_restore(form: str, repair: str) -> None:
     reached = 0
     held = moments(form)
     for number, (now, moment) in enumerate(itertools.product(held, held)):
-        for at in itertools.count(number % 13, 13):
+        stride = STRIDE if repair == "none" else 3 * STRIDE
+        if repair == "none" and now is held[2] and moment is held[-1]:
+            # A layer with rows becomes one without: at every point.
+            stride = 1
+        for at in itertools.count(number % stride, stride):
             session = filled(form, 0)
             restore(session, now)
             session.hold_moment(now)
@@ -86,7 +93,7 @@ def test_an_interrupt_anywhere_in_a_restore(form: str, repair: str) -> None:
                 restore(session, moment)
                 session.hold_moment(moment)
             goes_on(session)
-    assert reached > 200
+    assert reached > 100
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -120,10 +127,10 @@ def restore(session: LongSession, moment: Moment) -> None:
 
 def is_refused_or_right(session: LongSession, moment: Moment) -> None:
     """Steps that nothing was put right for: those of the cache before, or after, or none."""
-    cache = session.cache
     before = session.moment([])
-    lengths = {len(before.rows[0]): before, len(moment.rows[0]): moment}
-    if cache.length not in lengths:
+    if not session.is_at_rest():
+        for layer in session.layers:
+            session.refuses(layer, 1)
         return
     for expected in (before, moment):
         twin = session.moment([])
@@ -143,16 +150,15 @@ def is_refused_or_right(session: LongSession, moment: Moment) -> None:
 @pytest.mark.parametrize("window", [0, 3])
 def test_an_interrupt_anywhere_in_the_first_step_of_another_dtype(form: str, window: int) -> None:
     """Asked again, or after a way back, the rows come in the dtype of whoever asks."""
-    for at, goes_back in itertools.product(range(10**6), (False, True)):
+    for at in itertools.count():
         session = LongSession([Shape(window)], capacity=200, spare=4, forms=(form,))
-        for _ in range(6):
-            session.step(1)
+        session.step(6)
         session.flush()
         keys, values = (mx.array(part).astype(mx.bfloat16) for part in session.rows(0, 1))
         layer = session.cache.layers[0]
         if not interrupted(lambda n=layer, k=keys, v=values: n.update_and_fetch(k, v), at):
             break
-        if goes_back and layer.offset == 7:
+        if at % 2 and layer.offset == 7:
             session.cache.rewind(6)
         for _ in range(2):
             answer = layer.update_and_fetch(keys, values)
@@ -164,9 +170,8 @@ def test_an_interrupt_anywhere_in_the_first_step_of_another_dtype(form: str, win
 def test_an_interrupt_anywhere_in_a_reservation(form: str) -> None:
     for at in itertools.count():
         session = filled(form, 5)
-        if not interrupted(lambda s=session: s.cache.reserve(16), at):
+        if not interrupted(lambda s=session: s.cache.reserve(10), at):
             break
-        goes_on(session)
         goes_on(session)
     assert at > 20
 
