@@ -57,6 +57,7 @@ def token_lists(draw, kind):
     return [*tokens[:place], *text[:cut], *tokens[place:]]
 
 
+@pytest.mark.slow
 @KIND
 @given(data=st.data())
 def test_pieces_add_up_to_the_text_of_all_tokens(kind, data):
