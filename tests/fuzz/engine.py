@@ -66,7 +66,7 @@ class EngineHistory(History):
     compiled_bytes = 256
     must_meet: ClassVar[tuple[str, ...]] = (
         "interrupts", "interrupted advance", "interrupted submit", "answer", "answer of a session",
-        "answer of a fork", "cancelled", "fork", "close", "compact", "refused", "cell", "batched",
+        "answer of a fork", "cancelled", "fork", "close", "compact", "cell", "batched",
     )  # fmt: skip
 
     @classmethod
