@@ -60,7 +60,7 @@ original_band = step.band
 original_ring_band = step.ring_band
 original_template = step.ring_template
 original_wrap = ring_module.wrap
-original_rows = store._with_rows
+original_rows = store.with_rows
 
 
 def _template_shifted(size, window):
@@ -133,7 +133,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any] | property]] = {
         "wrap",
         lambda start, length, size: original_wrap(start + 1, length, size),
     ),
-    "growth loses the old rows": (store, "_with_rows", _rows_lost),
+    "growth loses the old rows": (store, "with_rows", _rows_lost),
     "joined rows come back newest first": (DenseRows, "read_before", _newest_first),
     "the newest row is missing when rows are read again": (
         SequenceLayer,

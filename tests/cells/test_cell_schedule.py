@@ -172,7 +172,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     original = store.cell_scatter
     patch.setattr(
-        store, "cell_scatter", lambda pool, rows, cells: original(pool, rows, cells[::-1])
+        store,
+        "cell_scatter",
+        lambda pool, rows, cells, **choices: original(pool, rows, cells[::-1], **choices),
     )
 
 

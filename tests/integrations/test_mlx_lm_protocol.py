@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -402,5 +403,7 @@ def test_a_purely_recurrent_model_is_refused() -> None:
 
 
 def test_the_config_of_a_prompt_cache_is_the_one_asked_for() -> None:
-    cache = make_prompt_cache(tiny("llama"), 100, initial_capacity=8, kv_dtype="float16", spare=2)
-    assert cache.sequence.config == CacheConfig(100, "float16", 8, 2)
+    model = tiny("llama")
+    cache = make_prompt_cache(model, 100, initial_capacity=8, kv_dtype="float16", spare=2)
+    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert cache.sequence.config == CacheConfig(100, "float16", 8, 2, weight_bytes=weights)
