@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.cache.layer import SequenceLayer
 from mlx_kvcache.errors import (
     CapacityError,
     ConfigError,
@@ -225,6 +226,48 @@ def test_an_interrupted_step_can_be_taken_back() -> None:
         cache.rewind(b, before[b])
     run.check()
     run.step([(a, 2)])
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_sequence_that_was_done_when_another_was_interrupted(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not keeps:
+        monkeypatch.setattr(MLXBatchedSequenceCache, "_keep_rings", lambda *_: None)
+    run = driver(3, 3, spare=2)
+    a, b = run.new(), run.new()
+    for _ in range(4):
+        run.step([(a, 2), (b, 2)])
+    before = {s: len(rows) for s, rows in run.truth.items()}
+    highs = dict(run.high_water)
+    step = run.declare([(a, 4), (b, 4)])
+    run.run(step, [0])
+    write, calls = SequenceLayer.write, []
+
+    def interrupted(layer: SequenceLayer, *rows: mx.array) -> Any:
+        calls.append(layer)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return write(layer, *rows)
+
+    monkeypatch.setattr(SequenceLayer, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(step, [1])
+    monkeypatch.setattr(SequenceLayer, "write", write)
+    members = run.cache.layout.now.members
+    assert (members[a].layout.unwritten, members[b].layout.unwritten) == (0, 1)
+    if not keeps:
+        # Its rings were overwritten, and it alone knows of no step that is to be taken back.
+        with pytest.raises(RewindError):
+            run.cache.abandon_step()
+        return
+    run.cache.abandon_step()
+    for sequence, length in before.items():
+        del run.truth[sequence][length:]
+    run.high_water.update(highs)
+    run.check()
+    run.step([(a, 1), (b, 4)])
+    run.check()
 
 
 def test_an_id_that_is_given_again_inherits_nothing() -> None:

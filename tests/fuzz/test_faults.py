@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mlx_kvcache.cache import layer, step
-from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
 from mlx_kvcache.cache.cells import MLXCellCache
 from mlx_kvcache.chat.conversation import Conversation
 from mlx_kvcache.control.registry import CacheSession
@@ -91,8 +90,8 @@ FAULTS: dict[str, tuple[str, int, Any, str, Any]] = {
     "a broken off move of cells is not finished": (
         "cells", 300, MLXCellCache, "_settled", lambda self: self.layout,
     ),
-    "rings are not kept for a step that cannot be taken back": (
-        "batched", 150, MLXBatchedSequenceCache, "_keep_rings", lambda *_: None,
+    "rows are not kept for a step that overwrites what its start needs": (
+        "sequence", 150, layer, "keep", lambda *_: None,
     ),
     "recurrent states stay behind": (
         "prompt_cache", 60, PromptCache, "restore_recurrent", lambda *_: None,

@@ -160,6 +160,8 @@ class Session:
         self.pending: list[Callable[[], None]] = []
         self.answered: list[mx.array] = []
         self.high_water = self.former_high_water = 0
+        # Whether a step has begun that no layer has written.
+        self.is_begun = False
         storage = None if kv_dtype is None else DTYPES[kv_dtype]
         self.truths = [Truth(shape, storage) for shape in shapes]
 
@@ -200,7 +202,7 @@ class Session:
 
     def _certain_high_water(self) -> int:
         overwrites = self._floor(self.high_water) > self.shortest
-        if self.shortest < self.length and overwrites:
+        if (self.is_begun or self.shortest < self.length) and overwrites:
             return self.former_high_water
         return self.high_water
 
@@ -317,8 +319,9 @@ class Session:
         policy asked before it, or unasked. reserve: (after this many layers, this length).
         """
         asked: dict[int, tuple[list[Mask], int | None]] = {}
-        if self.shortest == self.length:
+        if self.shortest == self.length and not self.is_begun:
             self.former_high_water = self.high_water
+        self.is_begun = False
         for number, layer in enumerate(self.layers if order is None else order):
             if reserve is not None and reserve[0] == number:
                 for cache in self.caches:
@@ -409,6 +412,7 @@ class Session:
 
     def _forget(self, position: int) -> None:
         self.high_water = self._certain_high_water()
+        self.is_begun = False
         for truth in self.truths:
             del truth.rows[position:]
         if position == 0:

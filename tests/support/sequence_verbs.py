@@ -109,6 +109,7 @@ class LongSession(Session):
         torn = self.cache.layout.unwritten
         assert torn == len(lag) or (not torn and len(lag) == len(self.shapes)), "miscounted"
         self._took_high_water(high_water, start + count)
+        self.is_begun = torn == len(self.shapes)
         return lag
 
     def finish_step(self, count: int, lag: Sequence[int]) -> None:
