@@ -159,7 +159,6 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
         cells = max(self._cells, cells)
         if cells > self._room:
             self._make_room(cells, cells, None)
-        self._cells = cells
         for store in self._stores:
             store.grow(self._cells)
 
@@ -226,20 +225,19 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
         layout = self.layout
         end = layout.used_end
         if end > self._room:
-            self._cells = self._make_room(end, grown_rows(self._cells, end, layout.capacity), rows)
+            self._make_room(end, grown_rows(self._cells, end, layout.capacity), rows)
         return CellStep(layout, step, len(self._stores), self._array_start)
 
-    def _make_room(self, least: int, most: int, rows: KeysValues | None) -> int:
-        """The cells, from `least` to `most`, for which there is memory: `MemoryLimitError`."""
+    def _make_room(self, least: int, most: int, rows: KeysValues | None) -> None:
+        """Have the cells, from `least` to `most`, that there is memory for: `MemoryLimitError`."""
         kv_dtype, stores = self.config.kv_dtype, self._stores
         form = cell_form(stores, kv_dtype, rows)
         floor = 0 if any(store.rows for store in stores) else self._cells
         cells = affordable_cells(
             self.geometry.layers, stores, form or RowForm.least(kv_dtype), least, most, floor
         )
-        if form is not None:
-            self._room = cells
-        return cells
+        # One statement: an interrupt must not leave room for more cells than there will be.
+        self._cells, self._room = cells, self._room if form is None else cells
 
     def _check_single_answer(self, step: DeclaredStep) -> None:
         """Every step has one: the cells, and a mask over them."""

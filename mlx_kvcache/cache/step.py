@@ -278,8 +278,8 @@ class PolicySteps:
             if self.decode_at != NO_POSITION and not self.stop:
                 # The running step answers with all rows, of which there are about to be more.
                 self.stop = self.end
-            self.rows = rows
-            self._behind = set(self._allocated)
+            # One statement, which an interrupt finds done or not begun.
+            self.rows, self._behind = rows, set(self._allocated)
 
     def has_grown(self, layer: int) -> None:
         """Note that `layer` has the rows that every layer must have."""
