@@ -21,6 +21,10 @@ LIMIT_VARIABLE = "MLX_KVCACHE_MEMORY"
 UNCHECKED_BYTES = 8 * 2**20
 #: What is left to everything else: an eighth, and not more than this.
 LARGEST_RESERVE = 512 * 2**20
+#: Address space that threads take for stacks, arenas and buffers when they first run.
+THREADS_BYTES = 192 * 2**20
+#: By so much the address space of two equal runs may differ: an arena of malloc's.
+ARENA_BYTES = 64 * 2**20
 #: Where Linux says what is used and allowed.
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -68,7 +72,8 @@ def affordable(least: int, most: int, cost: Cost, what: str, named: Named) -> in
     if needed <= available:
         return _largest(least, most, cost, available)
     # What is left changes from moment to moment, and the number named should hold.
-    fits = max(0, _largest(-1, named.most, named.cost, available - available // 16))
+    less = min(available // 4, available // 16 + ARENA_BYTES)
+    fits = max(0, _largest(-1, named.most, named.cost, available - less))
     raise MemoryLimitError(
         f"{what} need {_shown(needed)} more, but {_shown(available)} can be had, enough for {fits} "
         f"{named.units}; lower the initial capacity, the reservation or the length to that, store "
@@ -121,7 +126,7 @@ def _of_process() -> Iterator[int]:
     for name, limit in (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA)):
         allowed, _ = resource.getrlimit(limit)
         if allowed != resource.RLIM_INFINITY and name in used:
-            yield allowed - int(used[name].split()[0]) * 1024
+            yield allowed - int(used[name].split()[0]) * 1024 - THREADS_BYTES
 
 
 def _of_groups() -> Iterator[int]:

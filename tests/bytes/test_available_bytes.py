@@ -39,6 +39,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(memory, "LARGEST_RESERVE", 0)
+    monkeypatch.setattr(memory, "THREADS_BYTES", 30 * MIB)
     monkeypatch.setattr(resource, "getrlimit", host.getrlimit)
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.delenv(memory.LIMIT_VARIABLE, raising=False)
@@ -119,7 +120,7 @@ def test_the_limits_of_the_process(host: Host, name: str, limit: int) -> None:
     host.write("proc/self/status", f"Name:\tpython\n{name}:\t  {100 * 1024} kB\nThreads:\t2\n")
     assert memory.available_bytes() == 900 * MIB
     host.limits[limit] = 350 * MIB
-    assert memory.available_bytes() == 250 * MIB
+    assert memory.available_bytes() == 220 * MIB
 
 
 def test_a_metal_gpu(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
