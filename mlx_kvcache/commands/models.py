@@ -144,13 +144,16 @@ def _show(found: tuple[Entry, ...]) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     demos = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("demo", "download", "license", "what it is"):
-        demos.add_column(title, no_wrap=True)
+    # Names are typed again, so that they stay in one piece as long as there is room.
+    demos.add_column("demo", no_wrap=True)
+    for title in ("download", "license", "what it is"):
+        demos.add_column(title, overflow="fold")
     for demo in names.available():
         demos.add_row(demo.name, size_text(demo.download_bytes), demo.license, demo.description)
     kept = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("kept", "state", "size", "last used", "made of"):
-        kept.add_column(title, no_wrap=True)
+    kept.add_column("kept", no_wrap=True)
+    for title in ("state", "size", "last used", "made of"):
+        kept.add_column(title, overflow="fold")
     for entry in found:
         used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
         origin = "" if entry.source is None else entry.source.origin

@@ -224,3 +224,18 @@ def test_wrong_combinations(run, home) -> None:
         assert result.exit_code == USER_ERROR
         assert word in result.stderr
     assert not home.exists()
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_nothing_is_cut_in_a_narrow_terminal(
+    columns: int, run, converted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = run("models").stdout
+    assert "…" not in shown
+    for name in (
+        (*(demo.name for demo in package.available()), converted.name)
+        if columns == 80
+        else ("smollm2",)
+    ):
+        assert name in shown
