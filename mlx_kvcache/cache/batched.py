@@ -13,8 +13,7 @@ from mlx_kvcache.cache.attend import attend_view
 from mlx_kvcache.cache.growth import RowForm, Wanted, affordable_lengths, check_lengths
 from mlx_kvcache.cache.layer import LayerState
 from mlx_kvcache.cache.masks import Mask
-from mlx_kvcache.cache.sequence import KIND as SEQUENCE_KIND
-from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState
+from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState, restore_rings
 from mlx_kvcache.cache.shared import MLXSharedCache
 from mlx_kvcache.cache.snapshot import Snapshot, check_fits
 from mlx_kvcache.errors import StepError
@@ -26,12 +25,9 @@ from mlx_kvcache.store.rows import KeysValues, RowView
 
 KIND = "batched"
 
-
 #: What each sequence of a batched cache holds, by id.
 BatchedState = dict[int, Snapshot[SequenceState]]
 Layout = BatchedLayout[MLXSequenceCache]
-#: The rows of the rings of one sequence, by layer.
-Rings = dict[int, LayerState]
 #: A layer, and for each sequence of a step its rows and its mask.
 Answers = tuple[int, list[RowView], list[Mask]]
 
@@ -166,7 +162,7 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
         self._running = None
         cache, kept = layout.now.members[sequence], layout.now.kept.get(sequence)
         if kept is not None:
-            self._put_back(cache, kept)
+            restore_rings(cache, kept.length, kept.high_water, kept.rows)
         cache.rewind(position)
         layout.rewound(sequence, position)
 
@@ -231,18 +227,12 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
         wanted = []
         for cache, end in ends:
             held = cache.form
-            form = held or self._form(rows)
+            form = held or RowForm.first(self.config.kv_dtype, rows)
             if form is not None and end > cache.layout.room:
                 wanted.append(Wanted(cache.growth, end, form, held))
         if wanted:
             for each, length in zip(wanted, affordable_lengths(wanted), strict=True):
                 each.growth.take(length)
-
-    def _form(self, rows: KeysValues | None) -> RowForm | None:
-        """The form of rows that a sequence is yet to write."""
-        if self.config.kv_dtype is not None:
-            return RowForm.least(self.config.kv_dtype)
-        return None if rows is None else RowForm.of(*rows)
 
     def _keep_rings(self, step: DeclaredStep) -> None:
         """Keep the rings that a step overwrites so far that they could not go back before it."""
@@ -251,7 +241,7 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
             cache = self.layout.now.members[sequence]
             high_water = cache.layout.high_water
             end = max(high_water, step.ends[sequence])
-            rings: Rings = {
+            rings: dict[int, LayerState] = {
                 layer.index: layer.hold()
                 for layer, layout in zip(cache.layers, cache.layout.layers, strict=True)
                 if layout.rewind_floor(end) > start > 0
@@ -262,13 +252,6 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
                 kept[sequence] = Kept(start, high_water, rings)
         if kept:
             self.layout.keep(kept)
-
-    def _put_back(self, cache: MLXSequenceCache, kept: Kept) -> None:
-        """Put a sequence back to the start of its unfinished step. May be repeated."""
-        rings: Rings = kept.rows
-        layers = tuple(rings.get(layer.index) or layer.hold() for layer in cache.layers)
-        held = SequenceState(kept.length, kept.high_water, layers)
-        cache.restore(Snapshot(SEQUENCE_KIND, cache.geometry, cache.config, held, ()))
 
     def _check_single_answer(self, step: DeclaredStep) -> None:
         if len(step.starts) > 1:

@@ -18,9 +18,7 @@ def cell_form(
     held = next((store.state for store in stores if store.rows), None)
     if held is not None:
         return RowForm.of(*held)
-    if kv_dtype is not None:
-        return RowForm.least(kv_dtype)
-    return None if rows is None else RowForm.of(*rows)
+    return RowForm.first(kv_dtype, rows)
 
 
 def affordable_cells(

@@ -13,6 +13,7 @@ from mlx_kvcache.facts.geometry import LayerGeometry
 from mlx_kvcache.layout.footprint import growth_bytes
 from mlx_kvcache.layout.sequence import SequenceLayout
 from mlx_kvcache.store.memory import Named, affordable
+from mlx_kvcache.store.rows import KeysValues
 
 #: What doubling would add is divided into so many parts, of which as many are taken as can be had.
 PARTS = 1024
@@ -35,6 +36,13 @@ class RowForm(NamedTuple):
         """Where nothing was written yet: one sequence, in 16 bits unless a dtype is chosen."""
         size = item_size(kv_dtype)
         return cls(1, size, size)
+
+    @classmethod
+    def first(cls, kv_dtype: str | None, rows: KeysValues | None) -> RowForm | None:
+        """That of the first rows: in the dtype that is chosen, else their own; None: not known."""
+        if kv_dtype is not None:
+            return cls.least(kv_dtype)
+        return None if rows is None else cls.of(*rows)
 
     def row_bytes(self, layer: LayerGeometry) -> int:
         """Bytes of one row of a layer, keys and values."""

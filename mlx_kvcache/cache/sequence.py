@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -273,6 +274,18 @@ class MLXSequenceCache:
     def _settle(self, length: int) -> None:
         for layer in self.layers:
             layer.settle(length)
+
+
+def restore_rings(
+    cache: MLXSequenceCache, position: int, high_water: int, rings: Mapping[int, LayerState]
+) -> None:
+    """Put a sequence back to where its rings held these rows, by layer. May be repeated.
+
+    The other layers still have their rows below `position`.
+    """
+    layers = tuple(rings.get(layer.index) or layer.hold() for layer in cache.layers)
+    held = SequenceState(position, high_water, layers)
+    cache.restore(Snapshot(KIND, cache.geometry, cache.config, held, ()))
 
 
 def _check_tokens(

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_kvcache.cache.layer import LayerState
-from mlx_kvcache.cache.sequence import KIND, MLXSequenceCache, SequenceState
-from mlx_kvcache.cache.snapshot import Snapshot
+from mlx_kvcache.cache.sequence import MLXSequenceCache, restore_rings
 
 
 class _Place(NamedTuple):
@@ -68,10 +67,8 @@ class RingCheckpoints:
 
     def go_back(self, position: int) -> None:
         """Put the sequence back to a place that is kept, whatever has happened since."""
-        sequence, place = self._sequence, self._places[position]
-        layers = tuple(place.rings.get(layer.index) or layer.hold() for layer in sequence.layers)
-        held = SequenceState(position, place.high_water, layers)
-        sequence.restore(Snapshot(KIND, sequence.geometry, sequence.config, held, ()))
+        place = self._places[position]
+        restore_rings(self._sequence, position, place.high_water, place.rings)
 
     def keep(self, positions: frozenset[int]) -> None:
         """Let go of all places but these."""

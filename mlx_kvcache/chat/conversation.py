@@ -18,6 +18,7 @@ from mlx_kvcache.chat.transcript import Transcript
 from mlx_kvcache.chat.turns import ChatOptions, Turn
 from mlx_kvcache.control.history import TokenHistory, common_prefix
 from mlx_kvcache.errors import CapacityError, ConfigError, RewindError
+from mlx_kvcache.facts.checks import is_integer
 from mlx_kvcache.integrations.mlx_lm import PromptCache, default_prefill_step
 from mlx_kvcache.integrations.sampling import Chooser, RandomState
 
@@ -147,7 +148,7 @@ class Conversation:
         answer; one whose whole answer goes no longer counts as said. Raises `RewindError` when
         there is no turn, `ConfigError` for less than one token.
         """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_integer(count, 1):
             raise ConfigError(f"the number of tokens to drop must be at least 1, got {count!r}")
         self._settle()
         self._newest_turn("undo")

@@ -218,7 +218,7 @@ def chat_script(
     have no template to go into, and for an argument that is not the caller's to give.
     """
     if not raw and tokenizer.has_chat_template:
-        _check_arguments(template_args or {})
+        check_template_args(template_args or {})
         return TemplateScript(tokenizer, system, template_args)
     if system is not None:
         raise ConfigError(
@@ -233,7 +233,8 @@ def chat_script(
     return PlainScript(tokenizer)
 
 
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
+def check_template_args(arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for an argument that is not the caller's to give to a template."""
     for name in arguments:
         if not isinstance(name, str) or not name.isidentifier():
             raise ConfigError(f"a chat template takes arguments by name, got {name!r}")

@@ -14,13 +14,12 @@ from rich.text import Text
 import mlx_kvcache
 from mlx_kvcache.errors import ConfigError
 
-#: Exit statuses: the system failed us, a wrong request, and what a shell gives for SIGINT,
-#: SIGPIPE and SIGTERM.
+#: Exit statuses: the system failed us, a wrong request, and what a shell gives for SIGINT and
+#: SIGPIPE.
 SYSTEM_ERROR = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-TERMINATED = 143
 
 
 class _Lines(Console):

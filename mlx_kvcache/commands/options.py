@@ -28,14 +28,6 @@ from mlx_kvcache.facts.checks import shortened
 from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_SPARE
 
 _DTYPES = "float32, float16 or bfloat16"
-#: What this package says to a chat template itself.
-_OWN_TEMPLATE_ARGS = (
-    "conversation",
-    "messages",
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-)
 
 
 @dataclass(frozen=True)
@@ -302,7 +294,10 @@ def parse_template_args(text: str) -> dict[str, Any]:
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"--chat-template-args must be a JSON object, got {shortened(text)}")
-    for name in found:
-        if name in _OWN_TEMPLATE_ARGS:
-            raise ConfigError(f"--chat-template-args: {name!r} is set by the command; leave it out")
+    from mlx_kvcache.chat.text import check_template_args
+
+    try:
+        check_template_args(found)
+    except ConfigError as error:
+        raise ConfigError(f"--chat-template-args: {error}") from error
     return found

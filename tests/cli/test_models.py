@@ -48,6 +48,11 @@ def fake(directory: Path, nbytes: int = 100) -> Path:
     return directory
 
 
+def left(home: Path, name: str = "") -> list[str]:
+    """What is in the cache directory, of that name; locks stay."""
+    return [p.name for p in home.iterdir() if name in p.name and p.suffix != ".lock"]
+
+
 def listed(run) -> dict[str, Any]:
     result = run("models", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -117,7 +122,7 @@ def test_one_is_deleted_by_any_of_its_names(name, run, home, converted, tmp_path
     assert (result.exit_code, result.stdout) == (0, "")
     assert f"deleted {converted.name}" in result.stderr
     assert [each["name"] for each in listed(run)["models"]] == [other.name]
-    assert sorted(p.name for p in home.iterdir() if converted.name in p.name) == []
+    assert left(home, converted.name) == []
     # It is made again when it is asked for.
     assert package.resolve(path) == converted
 
@@ -126,7 +131,7 @@ def test_a_demo_is_deleted_in_all_its_versions(run, home) -> None:
     for name in ("smollm2-v1", "smollm2-v2", "smollm2-v2-packed", "gemma3-270m-v2"):
         fake(home / name)
     assert run("models", "--delete", "smollm2", "--yes").exit_code == 0
-    assert [path.name for path in home.iterdir()] == ["gemma3-270m-v2"]
+    assert left(home) == ["gemma3-270m-v2"]
 
 
 def test_nothing_but_our_own_is_touched(run, home, converted) -> None:
@@ -198,14 +203,19 @@ def test_an_interrupted_deletion_is_finished_by_the_next(run, home, converted, m
     facts = listed(run)["models"]
     assert [(each["state"], each["bytes"]) for each in facts] == [("unfinished", size)]
     assert run("models", "--delete-all", "--yes").exit_code == 0
-    assert [p.name for p in home.iterdir() if converted.name in p.name] == []
+    assert left(home, converted.name) == []
 
 
-def test_a_build_that_waits_takes_a_new_lock(home) -> None:
-    """The lock file goes with the model; whoever comes then still finds one."""
+def test_a_build_that_waits_for_a_deletion_holds_the_same_lock(home) -> None:
+    """Without its file, who waits and who comes later would each hold a lock of their own."""
     fake(home / "smollm2-v2")
+    lock = lock_path(home / "smollm2-v2")
+    lock.touch()
+    inode = lock.stat().st_ino
     catalog.delete("smollm2-v2")
-    assert list(home.iterdir()) == []
+    assert list(home.iterdir()) == [lock]
+    assert lock.stat().st_ino == inode
+    assert catalog.entries() == ()
 
     def build(workspace: Workspace) -> None:
         workspace.model.rmdir()

@@ -288,7 +288,7 @@ def test_the_template_gets_its_arguments_and_the_answer_its_beginning(ask, tmp_p
         (("--chat-template-args", "{"), "--chat-template-args is not valid JSON"),
         (("--chat-template-args", "[" * 9999), "--chat-template-args is not valid JSON"),
         (("--chat-template-args", "[1]"), "--chat-template-args must be a JSON object"),
-        (("--chat-template-config", '{"tokenize": 1}'), "'tokenize' is set by the command"),
+        (("--chat-template-config", '{"tokenize": 1}'), "'tokenize' is not an argument to give"),
         (("--raw", "--chat-template-args", "{}"), "--chat-template-args needs the chat template"),
         (("--raw", "--prefill-response", "x"), "--prefill-response needs the chat template"),
         (("--system", "\udcff"), "--system is not valid UTF-8"),

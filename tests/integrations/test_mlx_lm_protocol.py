@@ -406,4 +406,5 @@ def test_the_config_of_a_prompt_cache_is_the_one_asked_for() -> None:
     model = tiny("llama")
     cache = make_prompt_cache(model, 100, initial_capacity=8, kv_dtype="float16", spare=2)
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    assert cache.sequence.config == CacheConfig(100, "float16", 8, 2, weight_bytes=weights)
+    assert cache.sequence.config == CacheConfig(100, "float16", 8, 2)
+    assert cache.sequence.config.weight_bytes == weights
