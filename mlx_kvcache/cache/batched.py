@@ -16,7 +16,7 @@ from mlx_kvcache.cache.masks import Mask
 from mlx_kvcache.cache.sequence import MLXSequenceCache, SequenceState, restore_rings
 from mlx_kvcache.cache.shared import MLXSharedCache
 from mlx_kvcache.cache.snapshot import Snapshot, check_fits
-from mlx_kvcache.errors import StepError
+from mlx_kvcache.errors import MemoryLimitError, StepError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
 from mlx_kvcache.layout.batched import BatchedLayout, Kept
@@ -269,7 +269,13 @@ class MLXBatchedSequenceCache(MLXSharedCache[Layout, BatchedStep]):
         masks = running.masks(layer, self.geometry.layers[layer].policy)
         running.writing = layer
         parts = zip(running.layers[layer], running.split(keys), running.split(values), strict=True)
-        running.answers = layer, [own.write(*rows) for own, *rows in parts], masks
+        try:
+            running.answers = layer, [own.write(*rows) for own, *rows in parts], masks
+        except MemoryLimitError:
+            # Nothing was written: of what form rows are is unknown in the first step of one
+            # sequence only, and all others were asked for before.
+            running.writing = None
+            raise
         # Here, since its sequences would refuse a layer that is written twice.
         running.unwritten.discard(layer)
 

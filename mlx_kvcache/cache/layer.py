@@ -283,6 +283,7 @@ class SequenceLayer:
         if sequence.kept and sequence.unwritten and position:
             if not sequence.is_overwritten:
                 # A rewind was interrupted, or no row is needed that was overwritten.
+                sequence.check_rewind(position)
                 put_back(sequence)
                 sequence.kept = None
             else:

@@ -197,6 +197,7 @@ class Conversation:
         self._settle()
         twin = copy.copy(self)
         twin._turns = list(self._turns)
+        twin._random = self._random.copy()
         twin.cached = self.cached.fork()
         twin.history = self.history.fork(twin.cached)
         return twin

@@ -207,12 +207,17 @@ class RandomState:
         """The state that `mx.random.seed(seed)` gives; any state for None."""
         return cls(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
 
+    def copy(self) -> RandomState:
+        """A state that draws the same from here on, and goes its own way."""
+        return RandomState(_current_seed() if _IN_USE.state is self else self._seed)
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Draw from this state, and put the thread's own back.
 
         What was drawn counts also when the body raises. A body that lets others run in between
-        takes the state again after that.
+        takes the state again after that: what they draw from MLX's own state meanwhile is drawn
+        from this one.
         """
         self.take()
         try:

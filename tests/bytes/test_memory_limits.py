@@ -339,7 +339,12 @@ def test_a_mask_before_the_first_rows_does_not_pass_them(machine: Machine) -> No
             lambda cache=cache: cache.update_and_fetch(0, rows, rows[..., :3]),
             lambda cache=cache: many.observe(cache),
         )
-        cache.abandon_step()
+        machine.left = None
+        for layer in (0, 1):
+            cache.update_and_fetch(layer, rows, rows[..., :3])
+        assert (cache.position(0), cache.unfinished) == (8, {})
+        cache = made(cache_class, initial_capacity=8, spare=2)
+        machine.left = 8 * 2 * 7 * 2 * 2
         half = rows.astype(mx.float16)
         cache.declare_step([(0, 8)])
         for layer in (0, 1):
