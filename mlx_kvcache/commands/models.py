@@ -145,12 +145,12 @@ def _show(found: tuple[Entry, ...]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     demos = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("demo", "download", "license", "what it is"):
-        demos.add_column(title, no_wrap=True)
+        demos.add_column(title, no_wrap=title != "what it is")
     for demo in names.available():
         demos.add_row(demo.name, size_text(demo.download_bytes), demo.license, demo.description)
     kept = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("kept", "state", "size", "last used", "made of"):
-        kept.add_column(title, no_wrap=True)
+        kept.add_column(title, no_wrap=title != "made of")
     for entry in found:
         used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
         origin = "" if entry.source is None else entry.source.origin
