@@ -114,7 +114,7 @@ class _Reader:
                 self._refuse("has no end; the file is cut short")
             try:
                 message = json.loads(data)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self._refuse("is not JSON; the file is damaged, or no saved conversation")
             if not isinstance(message, dict):
                 self._refuse("is not a message; the file is no saved conversation")

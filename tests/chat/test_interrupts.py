@@ -216,7 +216,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(directories, tmp_path, family)
     count = min(len(second), 10)
     assert count > 2
     assert second[:count] == greedy(model, prompt, count)
-    assert first[:count] == greedy(model, [1, 5, 17], count)
+    # Ctrl-C may come before the tenth.
+    assert first[:10] == greedy(model, [1, 5, 17], min(len(first), 10))
     # One token more or less of the first answer, and the second is another.
     assert greedy(model, [1, 5, 17, *first[:-1], 40], 30) != greedy(model, prompt, 30)
 

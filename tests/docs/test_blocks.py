@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -114,9 +115,13 @@ def run_in_shell(script: str, place: Path) -> None:
     command.chmod(0o755)
     for left in place.glob("results*"):
         left.unlink()
+    # A home of its own, since models may be deleted.
+    home = place / "own"
+    shutil.rmtree(home, ignore_errors=True)
+    shutil.copytree(place / "home", home)
     environment = {
         **os.environ,
-        HOME_VARIABLE: str(place / "home"),
+        HOME_VARIABLE: str(home),
         "PATH": f"{tools}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
