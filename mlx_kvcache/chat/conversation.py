@@ -137,8 +137,7 @@ class Conversation:
         """
         self._settle()
         turn = self._newest_turn("undo")
-        self._shorten(turn.start)
-        self._turns.pop()
+        self._shorten(turn.start, self._turns[:-1])
         return turn
 
     def drop(self, count: int) -> None:
@@ -154,13 +153,13 @@ class Conversation:
         self._newest_turn("undo")
         old = list(self.tokens)
         position = max(0, len(old) - count)
-        self._shorten(position)
         ends = [*(turn.start for turn in self._turns[1:]), len(old)]
-        self._turns = [
+        turns = [
             turn if end <= position else self._cut(turn, old, position)
             for turn, end in zip(self._turns, ends, strict=True)
             if turn.start < position
         ]
+        self._shorten(position, turns)
 
     @property
     def transcript(self) -> Transcript:
@@ -183,14 +182,17 @@ class Conversation:
             )
         options = replace(self.options, system=saved.system)
         script = _script_of(self.tokenizer, options)
-        self.history.become(saved.tokens)
-        self._turns, self.options, self._script = list(saved.turns), options, script
+        tokens, turns = list(saved.tokens), list(saved.turns)
+        self.history.make_way(tokens)
+        # One statement, which an interrupt finds done or not begun.
+        self.history.tokens, self._turns, self.options, self._script = (
+            tokens, turns, options, script,
+        )  # fmt: skip
 
     def reset(self) -> None:
         """Forget all turns; the cache keeps its memory for the next ones."""
         self._settle()
-        self.history.become([])
-        self._turns = []
+        self._shorten(0, [])
 
     def fork(self) -> Conversation:
         """A copy that goes its own way; the caches share memory until one of them is written."""
@@ -281,9 +283,12 @@ class Conversation:
             raise RewindError(f"there is no turn to {wish}; the conversation is empty")
         return self._turns[-1]
 
-    def _shorten(self, position: int) -> None:
-        """Forget the tokens from `position` on, if not the rows before it."""
-        self.history.become(self.tokens[:position])
+    def _shorten(self, position: int, turns: list[Turn]) -> None:
+        """Forget the tokens from `position` on, if not the rows before it; `turns` are left."""
+        tokens = self.tokens[:position]
+        self.history.make_way(tokens)
+        # One statement, which an interrupt finds done or not begun.
+        self.history.tokens, self._turns = tokens, turns
         missing = len(self.history.pending)
         if missing:
             self._notify(

@@ -112,6 +112,15 @@ class Refusal:
     label: Any = None
 
 
+def _read_file(name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no file {name} to read prompts from") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{name} is a directory; give a file of prompts") from error
+
+
 def read_lines(source: str | None) -> list[str]:
     """The lines of a file, or of standard input when `source` is "-" or None.
 
@@ -120,7 +129,7 @@ def read_lines(source: str | None) -> list[str]:
     if source is None and sys.stdin.isatty():
         raise ConfigError("there are no prompts; give a file, or pipe some into standard input")
     from_stdin = source is None or source == "-"
-    data = sys.stdin.buffer.read() if from_stdin else Path(str(source)).read_bytes()
+    data = sys.stdin.buffer.read() if from_stdin else _read_file(str(source))
     text = decoded(data, "standard input" if from_stdin else str(source))
     # Only real line ends: JSON and prose may contain the other separators of str.splitlines.
     return [line.removesuffix("\r") for line in text.split("\n")]

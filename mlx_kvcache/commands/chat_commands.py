@@ -183,7 +183,8 @@ def _save(room: Room, *arguments: str) -> Outcome:
         raise ConfigError("there is nothing to save; the conversation is empty")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; add --force to overwrite it")
-    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+    # A link leads to the file that is meant.
+    with replacing(path.resolve()) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in messages)
     return _told(f"{len(messages)} message{'' if len(messages) == 1 else 's'} written to {path}")
 

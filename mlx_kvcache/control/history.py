@@ -57,9 +57,13 @@ class TokenHistory:
         """
         self._go_back(self.held)
 
+    def make_way(self, target: Sequence[int]) -> None:
+        """Let the cache hold no more than it shares with `target`; the tokens stay."""
+        self._go_back(self.shared(target))
+
     def become(self, target: Sequence[int]) -> None:
         """Take `target` as the tokens; the cache keeps what it can of the beginning they share."""
-        self._go_back(self.shared(target))
+        self.make_way(target)
         self.tokens = list(target)
 
     def continue_as(self, target: Sequence[int]) -> list[int]:

@@ -92,8 +92,9 @@ class Admission:
         session.request = request
         tokens = session.tokens
         if not request.begin:
-            request.begin = len(tokens) + len(request.prompt)
-        tokens[request.begin - len(request.prompt) :] = request.prompt
+            begin, end = len(tokens) + len(request.prompt), len(tokens)
+            # One statement, which an interrupt finds done or not begun.
+            request.begin, tokens[end:] = begin, request.prompt
         unread = len(session.history.pending)
         request.started = perf_counter()
         # The last prompt token is fed by a decode pass, the first that asks for logits.

@@ -174,6 +174,10 @@ class Engine:
     def close(self, session: Session) -> None:
         """Forget a session, and cancel its request. Closing it again does nothing."""
         if isinstance(session, Session) and session.sequence is None:
+            if not self._is_whole and self._owner.is_open:
+                # It may have been this that was interrupted.
+                self._begin()
+                self._is_whole = True
             return
         self._sessions.sequence(session)
         self._begin()

@@ -47,7 +47,7 @@ def adapter_directory(path: str | Path) -> Path:
             raise ModelNotFoundError(f"there is no {name} in the adapter {directory}{hint}")
     try:
         config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{directory / _CONFIG} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelFormatError(f"{directory / _CONFIG} is not a JSON object")

@@ -98,6 +98,6 @@ def _read() -> dict[str, Any]:
     """The index; none where there is none, or it is not what was written."""
     try:
         index = json.loads((home() / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return index if isinstance(index, dict) else {}

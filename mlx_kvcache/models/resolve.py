@@ -60,7 +60,7 @@ def parse_config(path: Path) -> dict[str, Any]:
     """The `config.json` at `path`. Raises ModelFormatError when it is not a JSON object."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelFormatError(f"{path} holds a {type(config).__name__}, not a JSON object")

@@ -100,7 +100,7 @@ def read_source(directory: Path) -> Source | None:
     """What the model in `directory` was made of; None where nothing, or nonsense, is noted."""
     try:
         return Source(**json.loads((directory / SOURCE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

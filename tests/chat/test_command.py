@@ -212,6 +212,20 @@ def test_save_writes_the_conversation_as_json_lines(chat, directories, tmp_path)
     assert [path] == list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_save_leaves_what_is_no_plain_file_and_follows_links(chat, directories, tmp_path):
+    pipe, target, link = tmp_path / "pipe", tmp_path / "target", tmp_path / "link"
+    os.mkfifo(pipe)
+    target.write_text("old")
+    link.symlink_to(target)
+    lines = lines_of(words(5), f"/save {pipe} --force", f"/save {link} --force")
+    result = chat(directories(), lines, *SHORT)
+    assert "no plain file" in result.stderr
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert len(target.read_text().splitlines()) == 2
+
+
 def test_save_overwrites_only_when_it_is_told_to(chat, directories, tmp_path):
     path = tmp_path / "chat.jsonl"
     path.write_text("mine")

@@ -11,10 +11,12 @@ import time
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_kvcache.chat import conversation as conversation_module
 from mlx_kvcache.chat.checkpoints import RingCheckpoints
 from mlx_kvcache.integrations.mlx_lm import MLXLMLayer
 from mlx_kvcache.models import load
 from tests.support.cold_runs import check_answer, check_cache, greedy, say
+from tests.support.interrupts import Interrupter
 from tests.support.processes import finish, start
 from tests.support.tiny_models_on_disk import words
 
@@ -253,3 +255,36 @@ def test_a_turn_between_two_ctrl_c_stays(directories):
         assert process.stderr.readline() == "Ctrl-C again leaves; so does /quit\n"
     _, errors = finish(process)
     assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize("verb", ["undo", "drop", "reset", "load"])
+def test_turns_and_tokens_agree_wherever_a_verb_is_interrupted(begin, verb):
+    start = begin(max_tokens=3)
+    for text in (words(5, 17), words(61), words(40)):
+        say(start, text)
+    saved = start.transcript
+    say(start, words(33))
+
+    def call(twin):
+        arguments = {"drop": (7,), "load": (saved,)}.get(verb, ())
+        getattr(twin, verb)(*arguments)
+
+    def books(twin):
+        return list(twin.tokens), twin.turns
+
+    whole, first = start.fork(), Interrupter([conversation_module.__file__])
+    before = books(whole)
+    first.call(lambda: call(whole))
+    after = books(whole)
+    assert before != after
+    seen = set()
+    for number in range(len(first.lines)):
+        twin = start.fork()
+        with pytest.raises(KeyboardInterrupt):
+            Interrupter([conversation_module.__file__], number).call(lambda twin=twin: call(twin))
+        assert books(twin) in (before, after)
+        seen.add(books(twin) == after)
+        twin.close()
+    assert False in seen
+    whole.close()
+    start.close()

@@ -105,6 +105,7 @@ DAMAGES = {
     "cut behind a line": (lambda lines: lines[:2], "line 2 of .* first says that there are 5"),
     "a line too many": (lambda lines: [*lines, lines[-2]], "line 6 of .* says that there are 5"),
     "no JSON": (lambda lines: [lines[0], b"{'a'}\n", *lines[2:]], "line 2 of .* is not JSON"),
+    "deep JSON": (lambda lines: [b"[" * 100_000 + b"\n", *lines[1:]], "line 1 of .* is not JSON"),
     "no UTF-8": (lambda lines: [b"\xff\xfe\n", *lines[1:]], "line 1 of .* is not JSON"),
     "no message": (lambda lines: [lines[0], b"3\n", *lines[2:]], "line 2 of .* is not a message"),
     "another JSONL": (lambda _: [b'{"prompt": "hello"}\n'], "line 1 of .* how many messages"),

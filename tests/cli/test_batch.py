@@ -156,8 +156,11 @@ def test_options_that_cannot_be_are_refused(run, llama, options, stdin, message)
 
 def test_a_missing_file_and_an_unsupported_model(run, llama, tmp_path):
     missing = run("batch", tmp_path / "none.txt", "-m", llama)
-    assert missing.exit_code == 1
+    assert missing.exit_code == 2
+    assert "there is no file" in missing.stderr
     assert "none.txt" in missing.stderr
+    folder = run("batch", tmp_path, "-m", llama)
+    assert (folder.exit_code, "is a directory" in folder.stderr) == (2, True)
     hybrid = write_model(tmp_path / "hybrid", "qwen3_next")
     result = run("batch", "-m", hybrid, "--max-tokens", 2, stdin="w5\n")
     assert result.exit_code == 2

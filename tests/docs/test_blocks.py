@@ -149,8 +149,10 @@ def check_other(line: str) -> None:
             assert (ROOT / "pyproject.toml").is_file()
         case [".venv/bin/python" | "python", "-m", "pytest", *arguments] | ["pytest", *arguments]:
             check_tests(arguments, line)
+        case [".venv/bin/python", "-m", "tests.fuzz", *options]:
+            check_options(["-m", "tests.fuzz"], options, line)
         case [".venv/bin/python" | "python", script, *options]:
-            check_script(ROOT / script, options, line)
+            check_options([script], options, line)
         case _:
             pytest.fail(f"nothing knows how to try this line: {line}")
 
@@ -163,10 +165,10 @@ def check_tests(arguments: list[str], line: str) -> None:
             assert not name or f"def {name}(" in (ROOT / path).read_text(), line
 
 
-def check_script(script: Path, options: list[str], line: str) -> None:
+def check_options(program: list[str], options: list[str], line: str) -> None:
     wide = {**os.environ, "COLUMNS": "200"}
     told = subprocess.run(
-        [sys.executable, str(script), "--help"], capture_output=True, text=True, env=wide
+        [sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True, env=wide
     )
     assert told.returncode == 0, line
     for option in options:

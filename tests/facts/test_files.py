@@ -45,3 +45,33 @@ def test_the_permissions_are_those_of_a_plain_file_or_less(tmp_path: Path, mode:
     with replacing(path, mode) as partial:
         assert stat.S_IMODE(partial.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_an_old_file_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    path.chmod(0o640)
+    with replacing(path, 0o666) as partial:
+        partial.write_text("new")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("new", 0o640)
+
+
+def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    with replacing(link) as partial:
+        partial.write_text("new")
+    assert not link.is_symlink()
+    assert (link.read_text(), target.read_text()) == ("new", "old")
+
+
+def test_what_is_no_plain_file_is_left_alone(tmp_path: Path) -> None:
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path in (pipe, folder):
+        with pytest.raises(FileExistsError), replacing(path):
+            pytest.fail("it would be gone")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert sorted(tmp_path.iterdir()) == [folder, pipe]
