@@ -17,7 +17,7 @@ from mlx_kvcache.errors import ConfigError, MemoryLimitError
 
 #: Says how many bytes can be had, in place of what the machine says.
 LIMIT_VARIABLE = "MLX_KVCACHE_MEMORY"
-#: Growths below this are not worth a look at the machine.
+#: Growths are not worth a look at the machine until they add up to this.
 UNCHECKED_BYTES = 8 * 2**20
 #: What is left to everything else: an eighth, and not more than this.
 LARGEST_RESERVE = 512 * 2**20
@@ -49,6 +49,27 @@ def available_bytes() -> int | None:
     return None if left is None else max(0, left - min(max(0, left) // 8, LARGEST_RESERVE))
 
 
+class _Unchecked:
+    """The bytes of growths since the machine was looked at last."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def pass_by(self, asked: int) -> bool:
+        """Whether a growth is granted without a look, as long as they are small together."""
+        if self._bytes + asked > UNCHECKED_BYTES:
+            return False
+        self._bytes += asked
+        return True
+
+    def looked(self) -> None:
+        """Begin to count anew: a growth was granted after a look."""
+        self._bytes = 0
+
+
+_unchecked = _Unchecked()
+
+
 class Named(NamedTuple):
     """What a refusal names: the largest number up to `most` whose `cost` can be had, of `units`."""
 
@@ -63,13 +84,15 @@ def affordable(least: int, most: int, cost: Cost, what: str, named: Named) -> in
     Raises `MemoryLimitError` when there is none; `what` are the rows that `least` stands for.
     """
     asked = cost(most)
-    if asked <= UNCHECKED_BYTES:
+    if _unchecked.pass_by(asked):
         return most
     available = available_bytes()
     if available is None or asked <= available:
+        _unchecked.looked()
         return most
     needed = cost(least)
     if needed <= available:
+        _unchecked.looked()
         return _largest(least, most, cost, available)
     # What is left changes from moment to moment, and the number named should hold.
     less = min(available // 4, available // 16 + ARENA_BYTES)

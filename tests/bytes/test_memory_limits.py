@@ -216,11 +216,36 @@ def test_small_growths_look_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     machine.left = 0
     monkeypatch.setattr(memory, "available_bytes", machine.available_bytes)
+    monkeypatch.setattr(memory, "_unchecked", memory._Unchecked())
     run = begun([FLAT, RING])
     for count in (3, 1, 30, 1):
         run.step(count)
     run.flush()
     assert machine.asked == 0
+
+
+def test_many_small_growths_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    monkeypatch.setattr(memory, "available_bytes", machine.available_bytes)
+    monkeypatch.setattr(memory, "UNCHECKED_BYTES", 10 * ROW)
+    monkeypatch.setattr(memory, "_unchecked", memory._Unchecked())
+    machine.left = 1000 * ROW
+    runs = [begun([FLAT, FLAT], initial_capacity=2) for _ in range(6)]
+    for run in runs[:5]:
+        run.step(1)
+    assert 0 < machine.asked < 5
+    machine.left = 0
+    for run in runs[:3]:
+        # The others pass until they add up, and what was refused is asked for again.
+        try:
+            try_step(run, 8)
+        except MemoryLimitError:
+            break
+    else:
+        pytest.fail("none of them was looked at")
+    for _ in range(3):
+        with pytest.raises(MemoryLimitError):
+            try_step(run, 8)
 
 
 def test_the_old_rows_count_while_they_are_copied() -> None:
