@@ -69,6 +69,10 @@ class Sampling:
     frequency_context_size: int = 20
 
 
+#: The least temperature and total probability for which float32 computes what is meant.
+_SMALLEST = 1e-6
+
+
 def check_sampling(sampling: Sampling) -> None:
     """Raise `ConfigError`, which begins with the field's name, for a value that cannot be."""
     for name, (least, most, said) in _BOUNDS.items():
@@ -77,6 +81,13 @@ def check_sampling(sampling: Sampling) -> None:
             raise ConfigError(f"{name} must be {said}, got {value!r}")
     if not (_is_number(sampling.top_p) and 0 < sampling.top_p <= 1):
         raise ConfigError(f"top_p must be above 0 and at most 1, got {sampling.top_p!r}")
+    for name, instead in (("temp", "0, which is greedy"), ("top_p", "a temp of 0")):
+        value = getattr(sampling, name)
+        if 0 < value < _SMALLEST:
+            raise ConfigError(
+                f"{name} must be at least {_SMALLEST}, below which 32 bits cannot tell tokens "
+                f"apart, got {value!r}; give {instead}"
+            )
     for name, (lowest, highest) in _INTEGERS.items():
         value = getattr(sampling, name)
         if not is_integer(value, lowest, highest):

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.integrations.sampling import Sampling
+from mlx_kvcache.integrations.sampling import Sampling, check_sampling
 from tests.support.engine_runs import KINDS, alone, prompts_of, run, snapshot, tiny, vocabulary
 
 COUNT = 16
@@ -163,3 +163,10 @@ def test_what_cannot_be_is_refused(choices, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         engine.submit([3], sampling=Sampling(**choices))
     assert snapshot(engine) == before
+
+
+@pytest.mark.parametrize("field", ["temp", "top_p"])
+def test_what_32_bits_cannot_compute_is_refused(field):
+    check_sampling(Sampling(**{"temp": 1.0, field: 1e-6}))
+    with pytest.raises(ConfigError, match=rf"^{field} must be at least"):
+        check_sampling(Sampling(**{"temp": 1.0, field: 1e-7}))

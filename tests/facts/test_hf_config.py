@@ -836,3 +836,8 @@ def test_a_linear_attention_in_a_family_without_one_is_refused() -> None:
         geometry(model_type="llama", layer_types=[LINEAR, FULL, FULL, FULL])
     with pytest.raises(UnknownLayerTypeError, match="'linear_attention'"):
         geometry(model_type="minimax", layer_types=[LINEAR, FULL, FULL, FULL])
+
+
+def test_more_layers_than_any_model_has_are_refused_at_once() -> None:
+    with pytest.raises(GeometryError, match="num_hidden_layers"):
+        geometry(num_hidden_layers=10**9)

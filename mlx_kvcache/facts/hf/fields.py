@@ -9,6 +9,9 @@ from typing import Any
 from mlx_kvcache.errors import GeometryError
 from mlx_kvcache.facts.checks import is_integer
 
+#: Far more than any model has; each takes memory to describe.
+MOST_LAYERS = 100_000
+
 
 @dataclass(frozen=True)
 class Fields:
@@ -58,7 +61,10 @@ class Fields:
     @property
     def layer_count(self) -> int:
         """How many layers the model has."""
-        return self.integer("num_hidden_layers")
+        count = self.integer("num_hidden_layers")
+        if count > MOST_LAYERS:
+            raise self.error("num_hidden_layers", count, f"an integer from 1 to {MOST_LAYERS}")
+        return count
 
     def flag(self, name: str) -> bool:
         """A boolean; False where the field is absent or null."""
