@@ -36,7 +36,8 @@ _LOGITS_AGREE = 1e-3
 _HALF_LOGITS_AGREE = 0.2
 
 _running: ContextVar[_Step | None] = ContextVar("mlx_kvcache_flat_step", default=None)
-_lock = threading.Lock()
+# Taken again by its own thread: an exception on the way out of a block leaves it taken.
+_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
