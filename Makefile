@@ -48,7 +48,7 @@ install: ## Set up .venv anew (the other targets do it when they must)
 demo: $(STAMP) ## Generate text with SmolLM2 on this cache, and show the numbers
 	@$(RUN)/mlx-kvcache generate "What is the capital of France? Answer in one sentence." --max-tokens 48
 
-check: $(STAMP) ## The fast tests: no processes, no compilers, no long schedules (under a minute)
+check: $(STAMP) ## The fast tests: no processes, no compilers, no long schedules (a minute or two)
 	@$(PYTEST) -m "not slow and not models" $(TWO_WORKERS)
 
 test: $(STAMP) ## The test suite without real models (some six minutes)
