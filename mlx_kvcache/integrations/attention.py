@@ -2,17 +2,18 @@
 
 The tokens of a flat step go in as a batch, [T, 1]: one row for each token. The layer objects give
 the position of each row as `offset`, which mlx-lm's models take as an array, and hand keys and
-values back as they are. The model's `scaled_dot_product_attention` is replaced while a step runs:
-it turns [T, H, 1, D] into the cache's [1, H, T, D] and lets the cache attend.
+values back as they are. The `scaled_dot_product_attention` of the model's modules is wrapped, once
+and for good: in a step it turns [T, H, 1, D] into the cache's [1, H, T, D] and lets the cache
+attend; everywhere else it hands on what it is given.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,8 @@ from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
 
 ATTENTION = "scaled_dot_product_attention"
+#: The attribute by which a wrapper of it is known.
+_MARK = "_mlx_kvcache_routed"
 #: What a model raises that makes something else of its cache than this protocol.
 _MODEL_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
 #: How many tokens a model is tried with, and how far the logits may differ, relative to their
@@ -36,8 +39,6 @@ _LOGITS_AGREE = 1e-3
 _HALF_LOGITS_AGREE = 0.2
 
 _running: ContextVar[_Step | None] = ContextVar("mlx_kvcache_flat_step", default=None)
-# Taken again by its own thread: an exception on the way out of a block leaves it taken.
-_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -167,19 +168,20 @@ class FlatModel:
         step = _Step(cache)
         for layer in self._layers:
             layer.step = step
-        try:
-            _running.set(step)
-            _replace_attention(self._modules, self)
-            logits: mx.array = self.model(tokens[:, None], cache=self._entries)
-        finally:
-            _running.set(None)
-            _restore_attention(self._modules, self)
+        _route_attention(self._modules)
+        # The context ends with the call, however that ends: no interrupt leaves a step running.
+        logits = copy_context().run(self._call, step, tokens)
         if len(step.attended) < len(self._layers):
             others = sorted(set(range(len(self._layers))).difference(step.attended))
             raise UnsupportedModelError(
                 f"cache layers {others} were not updated, or their attention went past {ATTENTION}"
             )
         return step, logits
+
+    def _call(self, step: _Step, tokens: mx.array) -> mx.array:
+        _running.set(step)
+        logits: mx.array = self.model(tokens[:, None], cache=self._entries)
+        return logits
 
     def _probed(self, traced: TracedGeometry) -> tuple[CacheGeometry, int]:
         """The geometry as the attention calls show it, and the size of the vocabulary.
@@ -255,53 +257,40 @@ def _attention_modules(model: Module) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if hasattr(sys.modules.get(name), ATTENTION)))
 
 
-#: By module name, while a step runs: the module's own function, what stands in its place, and the
-#: models that need it.
-_replaced: dict[str, tuple[Any, Any, set[FlatModel]]] = {}
+def _route_attention(modules: Sequence[str]) -> None:
+    """Wrap the attention of these modules, unless it is wrapped.
 
-
-def _replace_attention(modules: Sequence[str], model: FlatModel) -> None:
-    """Route the attention of these modules; in other threads they go on as before.
-
-    When this or its counterpart is interrupted, those of the model's next step put it right.
+    No lock and no way back: of two threads that come here at once the last one's wrapper stays, and
+    either is right; taking it off could take it from a step of another thread.
     """
-    with _lock:
-        for name in modules:
-            if name not in _replaced:
-                original = getattr(sys.modules[name], ATTENTION)
-                _replaced[name] = original, _routed(original), set()
-            _, routed, models = _replaced[name]
-            models.add(model)
-            setattr(sys.modules[name], ATTENTION, routed)
-
-
-def _restore_attention(modules: Sequence[str], model: FlatModel) -> None:
-    with _lock:
-        for name in modules:
-            if name in _replaced:
-                original, _, models = _replaced[name]
-                models.discard(model)
-                if not models:
-                    setattr(sys.modules[name], ATTENTION, original)
-                    del _replaced[name]
+    for name in modules:
+        attention = getattr(sys.modules[name], ATTENTION)
+        if not hasattr(attention, _MARK):
+            setattr(sys.modules[name], ATTENTION, _routed(attention))
 
 
 def _routed(original: Any) -> Any:
-    def scaled_dot_product_attention(
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        cache: Any,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None = None,
-        **others: Any,
-    ) -> Any:
+    @wraps(original)
+    def attention(*args: Any, **others: Any) -> Any:
         step = _running.get()
-        if step is None:
-            return original(queries, keys, values, cache, scale, mask, sinks, **others)
-        if others:
-            raise UnsupportedModelError(f"attention is called with {', '.join(others)}")
-        return step.attend(queries, keys, values, scale, mask, sinks)
+        return original(*args, **others) if step is None else _attend(step, *args, **others)
 
-    return scaled_dot_product_attention
+    setattr(attention, _MARK, True)
+    return attention
+
+
+def _attend(
+    step: _Step,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+    **others: Any,
+) -> mx.array:
+    """`scaled_dot_product_attention` as mlx-lm's models call it, in a step."""
+    if others:
+        raise UnsupportedModelError(f"attention is called with {', '.join(others)}")
+    return step.attend(queries, keys, values, scale, mask, sinks)
