@@ -18,6 +18,7 @@ from mlx_kvcache.errors import RewindError
 from mlx_kvcache.integrations.attention import FlatModel
 from mlx_kvcache.integrations.sampling import Sampling
 from tests.support.engine_runs import KINDS, alone, prompts_of, tiny
+from tests.support.interrupts import Fuse
 
 PACKAGE = Path(mlx_kvcache.engine.__file__).parents[1]
 FILES = {str(path) for path in (PACKAGE / "engine").glob("*.py")}
@@ -147,6 +148,45 @@ def test_an_interrupted_start_feeds_the_prompt_once(monkeypatch, kind):
         answers.append(list(request.stream()))
     assert session.tokens == [*prompts[0], *answers[0], *prompts[1], *answers[1]]
     assert answers[1] == alone(tiny("llama"), [*prompts[0], *answers[0], *prompts[1]], COUNT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_start_interrupted_at_any_point_feeds_the_prompt_once(kind):
+    """Its beginning is noted and its tokens are appended in one statement, or one would be lost."""
+    prompt = prompts_of("llama", (3,))[0]
+    expected = alone(tiny("llama"), prompt, 2)
+    files = set()
+    for at in range(400):
+        engine = Engine(tiny("llama"), 40, kind)
+        session = engine.open()
+        request = session.submit(prompt, max_tokens=2)
+        fuse = Fuse(at)
+        with pytest.raises(KeyboardInterrupt):
+            fuse.call(engine.step)
+        assert list(request.stream()) == expected, fuse.place
+        assert session.tokens == [*prompt, *expected], fuse.place
+        files.add(fuse.place and fuse.place[0])
+    assert {"engine/admission.py", "engine/engine.py", "engine/scheduler.py"} < files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_close_interrupted_at_any_point_is_finished_by_the_next(kind):
+    prompt = prompts_of("llama", (3,))[0]
+    engine = Engine(tiny("llama"), 8, kind)
+    for at in range(400):
+        session = engine.open()
+        list(session.submit(prompt, max_tokens=2).stream())
+        assert engine.free < 8
+        fuse = Fuse(at)
+        try:
+            fuse.call(lambda session=session: engine.close(session))
+        except KeyboardInterrupt:
+            engine.close(session)
+        assert engine.free == 8, fuse.place
+        assert not engine.cache.sequences, fuse.place
+        if fuse.place is None:
+            break
+    assert 50 < at < 399
 
 
 @pytest.mark.parametrize("layers", [1, None])
