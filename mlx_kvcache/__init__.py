@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mlx_kvcache.facts.config import CacheConfig, validate
     from mlx_kvcache.facts.geometry import CacheGeometry, LayerGeometry, LayerPolicy, ModelLayer
     from mlx_kvcache.facts.metadata_file import read_metadata, write_metadata
+    from mlx_kvcache.integrations.compiled import CompiledModel, compiled
     from mlx_kvcache.integrations.mlx_lm import PromptCache, make_prompt_cache
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "CacheGeometry",
     "CacheRegistry",
     "CacheSession",
+    "CompiledModel",
     "Engine",
     "KVCacheError",
     "LayerGeometry",
@@ -59,6 +61,7 @@ __all__ = [
     "StepBackend",
     "__version__",
     "attend",
+    "compiled",
     "current_cache",
     "make_prompt_cache",
     "read_metadata",
@@ -90,6 +93,7 @@ _HOMES = {
     "facts.config": ("CacheConfig", "validate"),
     "facts.geometry": ("CacheGeometry", "LayerGeometry", "LayerPolicy", "ModelLayer"),
     "facts.metadata_file": ("read_metadata", "write_metadata"),
+    "integrations.compiled": ("CompiledModel", "compiled"),
     "integrations.mlx_lm": ("PromptCache", "make_prompt_cache"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -117,6 +117,10 @@ class UnsupportedModelError(KVCacheError, ValueError):
     """A model whose architecture this package (or mlx-lm) cannot run."""
 
 
+class TracingError(KVCacheError, RuntimeError):
+    """A cache within `mx.compile`, whose replays would not tell it of their steps."""
+
+
 class MissingDependencyError(KVCacheError, ImportError):
     """A feature whose optional package is not installed."""
 

@@ -24,6 +24,7 @@ from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.layout.shared import SharedLayout
 from mlx_kvcache.layout.steps import DeclaredStep, SpanRequest
 from mlx_kvcache.store.rows import KeysValues, RowView
+from mlx_kvcache.store.traces import refuse_traced
 
 
 class RunningStep(Protocol):
@@ -268,6 +269,8 @@ class SharedAttention(ABC, Generic[Layout, Running]):
 
     def _update(self, layer: int, keys: mx.array, values: mx.array, step: DeclaredStep) -> Running:
         running = self._running
+        if running is None or len(running.unwritten) == len(self.geometry.layers):
+            refuse_traced(keys)
         if running is None or running.step is not step:
             running = self._open(step, (keys, values))
         if layer in running.unwritten:

@@ -18,6 +18,7 @@ from mlx_kvcache.layout.runs import Run
 from mlx_kvcache.layout.sequence import SequenceLayout
 from mlx_kvcache.store.ops import ROW_AXIS
 from mlx_kvcache.store.rows import DenseRows, KeysValues, Placement, RowStore, RowView
+from mlx_kvcache.store.traces import refuse_traced
 
 
 class LayerState(NamedTuple):
@@ -40,14 +41,14 @@ class SequenceLayer:
         "_growth",
         "_key_dtype",
         "_key_shape",
-        "_sequence",
-        "_steps",
         "_storage_dtype",
         "_value_dtype",
         "_value_shape",
         "geometry",
         "index",
         "offset",
+        "sequence",
+        "steps",
         "store",
     )
 
@@ -66,10 +67,10 @@ class SequenceLayer:
         self.index = index
         self.geometry = geometry
         self.offset = 0
-        self._steps = steps
+        self.steps = steps
         self._growth = growth
         self.store: RowStore = DenseRows()
-        self._sequence = sequence
+        self.sequence = sequence
         self._storage_dtype = storage_dtype
         # What the newest update that passed every check was given. The shapes are those of one
         # new row, and None where a row must be cast on its way in and out.
@@ -82,8 +83,8 @@ class SequenceLayer:
         # Arrays are values, which both may hold; unevaluated ones would belong to this thread.
         mx.eval(self.store.state)
         twin = memo[id(self)] = copy.copy(self)
-        twin._sequence = copy.deepcopy(self._sequence, memo)
-        twin._steps = copy.deepcopy(self._steps, memo)
+        twin.sequence = copy.deepcopy(self.sequence, memo)
+        twin.steps = copy.deepcopy(self.steps, memo)
         twin._growth = copy.deepcopy(self._growth, memo)
         twin.store = copy.deepcopy(self.store, memo)
         return twin
@@ -97,7 +98,7 @@ class SequenceLayer:
         Raises `UpdateShapeError`, `UpdateDtypeError`, `PositionError` or `CapacityError`, and
         then nothing has changed.
         """
-        steps = self._steps
+        steps = self.steps
         try:
             if (
                 self.offset != steps.row_at
@@ -117,7 +118,7 @@ class SequenceLayer:
         keys = slice_update(store.keys, keys, steps.start, ROW_AXIS)  # type: ignore[arg-type]
         values = slice_update(store.values, values, steps.start, ROW_AXIS)  # type: ignore[arg-type]
         store.keys, store.values = keys, values
-        sequence = self._sequence
+        sequence = self.sequence
         # One statement, which an interrupt finds done or not begun.
         self.offset, sequence.unwritten = steps.end, sequence.unwritten - 1
         stop = steps.stop
@@ -128,11 +129,18 @@ class SequenceLayer:
 
     def _append_at(self, keys: mx.array, values: mx.array) -> KeysValues:
         """A decode step whose row the host knows."""
-        steps, start = self._steps, self._steps.start
+        steps, start = self.steps, self.steps.start
         self.store.write(Placement((Run(self.offset, 1),), (start,)), keys, values)
-        sequence = self._sequence
+        sequence = self.sequence
         self.offset, sequence.unwritten = steps.end, sequence.unwritten - 1
         return self.store.read((Run(0, steps.stop or self.store.rows),)).dense()
+
+    def take(self, keys: mx.array, values: mx.array, end: int) -> None:
+        """Hold the buffers that a step up to `end`, which has begun, has written elsewhere."""
+        store, sequence = self.store, self.sequence
+        store.keys, store.values = keys, values
+        # One statement, which an interrupt finds done or not begun.
+        self.offset, sequence.unwritten = end, sequence.unwritten - 1
 
     def write(self, keys: mx.array, values: mx.array) -> RowView:
         """Append rows as `update_and_fetch` does; answer what is visible as it lies.
@@ -150,19 +158,24 @@ class SequenceLayer:
             and values.shape == self._value_shape
             and keys.dtype == self._key_dtype
             and values.dtype == self._value_dtype
-            and (self.offset == self._steps.decode_at or self._steps.open_decode(self.offset))
+            and (self.offset == self.steps.decode_at or self._begins_decode(keys))
         )
+
+    def _begins_decode(self, keys: mx.array) -> bool:
+        refuse_traced(keys)
+        return self.steps.open_decode(self.offset)
 
     def _write(self, keys: mx.array, values: mx.array) -> RowView:
         self.check(keys, values)
-        steps, store = self._steps, self.store
+        refuse_traced(keys)
+        steps, store = self.steps, self.store
         position, tokens = self.offset, keys.shape[2]
-        if position + tokens > self._sequence.room:
+        if position + tokens > self.sequence.room:
             self._growth.make_room(position, tokens, self._form_of(keys, values), self.form)
         step = steps.open(position, tokens)
         self._allocate_for(keys, values)
         if step.joined:
-            keep(self._sequence, self.index, self)
+            keep(self.sequence, self.index, self)
             view = store.read_before(step.read, keys, values)
             # Aside: the rows of before are kept, and read again if this is interrupted.
             store = store.copy()
@@ -175,7 +188,7 @@ class SequenceLayer:
         else:
             store.write(step.placement, keys, values)
             view = store.read(step.read)
-        sequence = self._sequence
+        sequence = self.sequence
         # One statement, which an interrupt finds done or not begun.
         self.store, self.offset, sequence.unwritten = store, step.end, sequence.unwritten - 1
         if not sequence.unwritten:
@@ -189,7 +202,7 @@ class SequenceLayer:
         step larger than the ring's spare rows when the geometry does not mark this layer shared:
         the rows that such a step answered with are kept for shared layers only.
         """
-        store, steps = self.store, self._steps
+        store, steps = self.store, self.steps
         if not store.rows or self.offset == 0:
             raise UpdateShapeError(
                 f"cache layer {self.index} holds no keys and values yet; update it first"
@@ -226,11 +239,11 @@ class SequenceLayer:
         `PositionError` for what is no number of tokens, `ConfigError` for what is no window.
         """
         window = 0 if window_size is None or not self.heeds_model_window else window_size
-        return self._steps.mask(self.offset, N, window, return_array)
+        return self.steps.mask(self.offset, N, window, return_array)
 
     def mask_at(self, position: int, tokens: int) -> Mask:
         """The mask of a step of `tokens` at `position`, be it the next one or the newest one."""
-        return self._steps.mask(position, tokens, 0, False)
+        return self.steps.mask(position, tokens, 0, False)
 
     def wrote_last(self, position: int, tokens: int) -> bool:
         """Whether the newest update of this layer was the step of `tokens` at `position`.
@@ -238,7 +251,7 @@ class SequenceLayer:
         `keys_and_values` then answers for that step once more: layers that share this one's keys
         and values ask again with equal positions.
         """
-        return self.offset == position + tokens and self._steps.is_running(position, tokens)
+        return self.offset == position + tokens and self.steps.is_running(position, tokens)
 
     @property
     def keys(self) -> mx.array | None:
@@ -271,7 +284,7 @@ class SequenceLayer:
     @property
     def rows_held(self) -> int:
         """Rows that hold a position which is still remembered: all, or a ring's newest."""
-        return self._steps.rows_held(self.offset)
+        return self.steps.rows_held(self.offset)
 
     def step_back(self, position: int) -> None:
         """Put this layer at an earlier position, for callers that go through them one by one.
@@ -279,7 +292,7 @@ class SequenceLayer:
         The first takes the sequence along, and no step begins until the others have followed.
         Raises `RewindError`, and changes nothing, when the position cannot be reached.
         """
-        sequence = self._sequence
+        sequence = self.sequence
         if sequence.kept and sequence.unwritten and position:
             if not sequence.is_overwritten:
                 # A rewind was interrupted, or no row is needed that was overwritten.
@@ -299,19 +312,19 @@ class SequenceLayer:
     def settle(self, position: int) -> None:
         """Stand at `position`, with the rows that the layers of the same policy have by now."""
         # First, so that an interrupt leaves no step that this position would be taken for.
-        self._steps.forget()
+        self.steps.forget()
         if not position:
             # The next rows may have another dtype, which a decode step would not look for.
             self._key_shape = self._value_shape = None
         self.offset = position
-        self.grow(self._steps.rows)
+        self.grow(self.steps.rows)
 
     def grow(self, rows: int) -> None:
         """Append rows up to `rows`, and tell the steps of the policy that it was done."""
         self.store.grow(rows)
         held = self.store.rows
         if held:
-            self._steps.has_grown(self.index, held)
+            self.steps.has_grown(self.index, held)
 
     def hold(self) -> LayerState:
         """What the layer holds, which stays as it is when the layer goes on."""
@@ -346,7 +359,7 @@ class SequenceLayer:
             self._refuse_shape(keys, values, "the values do not fit the keys or the layer")
         if batch < 1 or count < 1:
             self._refuse_shape(keys, values, "an update needs at least one sequence and one token")
-        held = self._batch if self.offset else batch
+        held = self.batch if self.offset else batch
         if held != batch:
             self._refuse_shape(keys, values, f"the cache holds a batch of {held}; clear it first")
         for name, array in (("keys", keys), ("values", values)):
@@ -376,13 +389,14 @@ class SequenceLayer:
         return RowForm(keys.shape[0], key_dtype.size, value_dtype.size)
 
     @property
-    def _batch(self) -> int:
+    def batch(self) -> int:
+        """Sequences whose rows are held: they advance together."""
         return self.store.state[0].shape[0]
 
     def _allocate_for(self, keys: mx.array, values: mx.array) -> None:
         batch, heads, _, key_dim = keys.shape
         key_dtype, value_dtype = self._storage_dtypes(keys, values)
-        rows = self._steps.rows
+        rows = self.steps.rows
         if not self.store.holds(batch, key_dtype, value_dtype):
             self.store.allocate(
                 (batch, heads, rows, key_dim),
@@ -397,8 +411,8 @@ class SequenceLayer:
         """Expect rows of these dtypes from now on."""
         key_shape: tuple[int, ...] | None = None
         value_shape: tuple[int, ...] | None = None
-        if self.store.rows and self.store.holds(self._batch, key_dtype, value_dtype):
-            geometry, batch = self.geometry, self._batch
+        if self.store.rows and self.store.holds(self.batch, key_dtype, value_dtype):
+            geometry, batch = self.geometry, self.batch
             key_shape = (batch, geometry.kv_heads, 1, geometry.key_dim)
             value_shape = (batch, geometry.kv_heads, 1, geometry.value_dim)
         # One statement, which an interrupt finds done or not begun.

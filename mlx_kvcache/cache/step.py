@@ -14,7 +14,7 @@ from mlx_kvcache.errors import ConfigError, PositionError
 from mlx_kvcache.facts.checks import is_integer, shortened
 from mlx_kvcache.facts.config import MAX_CAPACITY
 from mlx_kvcache.layout.ring import RingLayout
-from mlx_kvcache.layout.runs import Run, grown_rows, wrap
+from mlx_kvcache.layout.runs import Run, grown_rows, rows_to_read, wrap
 from mlx_kvcache.layout.sequence import SequenceLayout
 from mlx_kvcache.store.rows import Placement, RowView
 
@@ -228,6 +228,15 @@ class PolicySteps:
             slot_order,
         )
         return self.step
+
+    def traceable_rows(self, position: int, tokens: int) -> int:
+        """How many rows a traced step reads: enough for later ones too; 0 where it may not run.
+
+        It needs the rows of every layer, and spare rows for its own, so that it can be taken back.
+        """
+        if self._behind or (self._ring and tokens > self._ring.spare):
+            return 0
+        return min(self.rows, rows_to_read(position + tokens))
 
     def is_running(self, position: int, tokens: int) -> bool:
         """Whether the step of `tokens` at `position` is the one that is open."""

@@ -25,6 +25,7 @@ from mlx_kvcache.control.protocols import StepBackend
 from mlx_kvcache.errors import KVCacheError, UnsupportedModelError
 from mlx_kvcache.facts.config import CacheConfig
 from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
+from mlx_kvcache.integrations.agreement import logits_agree
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
 
 ATTENTION = "scaled_dot_product_attention"
@@ -32,11 +33,8 @@ ATTENTION = "scaled_dot_product_attention"
 _MARK = "_mlx_kvcache_routed"
 #: What a model raises that makes something else of its cache than this protocol.
 _MODEL_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
-#: How many tokens a model is tried with, and how far the logits may differ, relative to their
-#: spread: rounding is 1e-6 of it in float32, about a hundredth in half precisions.
+#: How many tokens a model is tried with.
 _CHECKED_TOKENS = 8
-_LOGITS_AGREE = 1e-3
-_HALF_LOGITS_AGREE = 0.2
 
 _running: ContextVar[_Step | None] = ContextVar("mlx_kvcache_flat_step", default=None)
 
@@ -230,15 +228,7 @@ class FlatModel:
             part = ids[begin:end] * 2
             rows.append(self.forward(cache, mx.array(part, mx.int32))[0])
             order += list(range(begin, end)) * 2
-        expected = expected[mx.array(order)].astype(mx.float32)
-        # Some models give tokens that are none a logit of -inf.
-        known = mx.isfinite(expected)
-        got = mx.concatenate(rows).astype(mx.float32)
-        error = mx.where(known, mx.square(got - expected), 0).sum()
-        level = mx.where(known, expected, 0).sum() / known.sum()
-        size = mx.where(known, mx.square(expected - level), 0).sum()
-        limit = _LOGITS_AGREE if rows[0].dtype == mx.float32 else _HALF_LOGITS_AGREE
-        if not bool((error <= limit**2 * size).item()):
+        if not logits_agree(mx.concatenate(rows), expected[mx.array(order)]):
             raise self._unsupported(
                 "its logits differ from those of one sequence alone, so it does not take its "
                 "positions from the cache's offset alone"

@@ -55,8 +55,8 @@ class MLXLMLayer(SequenceLayer):
         """
         count = _tokens_to_trim()
         if count is None:
-            return self._sequence.rewind_floor == 0
-        self._sequence.check_rewind(max(0, self.offset - count))
+            return self.sequence.rewind_floor == 0
+        self.sequence.check_rewind(max(0, self.offset - count))
         return True
 
     def trim(self, n: int) -> int:
@@ -75,7 +75,7 @@ class MLXLMLayer(SequenceLayer):
 
     def size(self) -> int:
         """Tokens held: all of a flat layer, at most the window of a ring."""
-        window = self._steps.window
+        window = self.steps.window
         return min(self.offset, window) if window else self.offset
 
     def empty(self) -> bool:
@@ -90,7 +90,7 @@ class MLXLMLayer(SequenceLayer):
     @property
     def start_position(self) -> int:
         """Position of the first row that the next update answers with: chunked attention asks."""
-        window = self._steps.window
+        window = self.steps.window
         return max(0, self.offset - window + 1) if window else 0
 
     def maybe_trim_front(self) -> None:

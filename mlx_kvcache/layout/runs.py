@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+#: The least by which the rows grow that a traced step reads, and the part of them.
+READ_ROWS = 256
+READ_PART = 16
+
 
 class Run(NamedTuple):
     """Contiguous rows `start .. start + length - 1` of a pool."""
@@ -64,3 +68,15 @@ def grown_rows(current: int, needed: int, limit: int) -> int:
     while rows < needed:
         rows *= 2
     return min(rows, limit)
+
+
+def rows_to_read(end: int) -> int:
+    """Rows that a step up to `end` reads when it is traced once for many: at least `end`.
+
+    Each other number is traced anew, and each row beyond `end` is read in vain. So they grow by
+    `READ_ROWS`, and later by a power of two, at least one `READ_PART`-th of them.
+    """
+    step = READ_ROWS
+    while step * READ_PART < end:
+        step *= 2
+    return -(-end // step) * step

@@ -53,10 +53,10 @@ original_template = step.ring_template
 original_floor = RingLayout.rewind_floor
 COUNTS_AFTER_THE_OFFSET = """
 def fault(self, keys, values):
-    steps = self._steps
+    steps = self.steps
     self.store.write(Placement((Run(self.offset, 1),), (steps.start,)), keys, values)
     self.offset = steps.end
-    self._sequence.unwritten -= 1
+    self.sequence.unwritten -= 1
     return self.store.read((Run(0, steps.stop or self.store.rows),)).dense()
 """
 WRITES_IN_PLACE = """
