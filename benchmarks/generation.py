@@ -14,6 +14,14 @@ from mlx_lm.generate import generate_step
 from model_caches import CacheMaker, Held, held
 
 
+@dataclass(frozen=True)
+class Side:
+    """A model as one contender runs it, and what makes its caches."""
+
+    model: Any
+    make_cache: CacheMaker
+
+
 def random_prompt(tokenizer: Any, count: int, seed: int) -> list[int]:
     """`count` ids of ordinary tokens, drawn with a fixed seed."""
     special = set(tokenizer.all_special_ids)
@@ -47,11 +55,9 @@ class Generation:
         return (len(self.tokens) - 1) / self.decode
 
 
-def generate(
-    model: Any, make_cache: CacheMaker, prompt: Sequence[int], tokens: int, prefill_step: int
-) -> Generation:
+def generate(side: Side, prompt: Sequence[int], tokens: int, prefill_step: int) -> Generation:
     """Generate `tokens` tokens (at least 2) with mlx-lm's own loop on a fresh cache."""
-    cache = make_cache()
+    cache = side.make_cache()
     ids = mx.array(list(prompt))
     mx.eval(ids)
     mx.clear_cache()
@@ -59,7 +65,7 @@ def generate(
     answer: list[int] = []
     start = first = last = perf_counter()
     steps = generate_step(
-        ids, model, max_tokens=tokens, prompt_cache=cache, prefill_step_size=prefill_step
+        ids, side.model, max_tokens=tokens, prompt_cache=cache, prefill_step_size=prefill_step
     )
     for token, _ in steps:
         last = perf_counter()
@@ -79,18 +85,14 @@ def generate(
 
 
 def decode_steps(
-    model: Any,
-    makers: Sequence[CacheMaker],
-    prompt: Sequence[int],
-    tokens: int,
-    prefill_step: int,
+    sides: Sequence[Side], prompt: Sequence[int], tokens: int, prefill_step: int
 ) -> list[list[tuple[float, float]]]:
-    """Decode steps of each cache in turns: (seconds to build one, seconds in all), by cache.
+    """Decode steps of each side in turns: (seconds to build one, seconds in all), by side.
 
     A step is built as mlx-lm's loop builds it (model, log-probabilities, greedy choice) and then
     evaluated before the next, so that building and running do not overlap.
     """
-    steppers = [_stepper(model, make(), prompt, prefill_step) for make in makers]
+    steppers = [_stepper(side.model, side.make_cache(), prompt, prefill_step) for side in sides]
     return alternate(tokens, steppers)
 
 

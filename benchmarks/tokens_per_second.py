@@ -14,12 +14,13 @@ from typing import Annotated, Any
 
 import typer
 from common import NAMES, OURS, THEIRS, Machine, Spread, paired, turns
-from generation import Generation, decode_steps, generate, random_prompt
+from generation import Generation, Side, decode_steps, generate, random_prompt
 from model_caches import Makers, bytes_seen, weight_bytes_read
 from report import Report, mebibytes, require_directory
 from rich.console import Console
 from rich.progress import track
 
+from mlx_kvcache import compiled
 from mlx_kvcache.errors import KVCacheError
 from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY
 
@@ -29,6 +30,8 @@ Examples:
   python benchmarks/tokens_per_second.py --model smollm2
 
   python benchmarks/tokens_per_second.py --model gemma3-270m --prompt-tokens 700 --tokens 128
+
+  python benchmarks/tokens_per_second.py --no-compile
 
   python benchmarks/tokens_per_second.py --model gemma3-270m --windows 64 --repeats 9 --json g.json
 """
@@ -61,6 +64,9 @@ def main(
     initial_capacity: Annotated[
         int, typer.Option(min=0, help="Rows that our layers start with.")
     ] = DEFAULT_INITIAL_CAPACITY,
+    compile: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compiled decode steps on our side.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Of the random prompt.")] = 0,
     markdown: Annotated[bool, typer.Option("--markdown", help="Plain Markdown tables.")] = False,
     json: Annotated[
@@ -75,20 +81,21 @@ def main(
         "model": model, "prompt_tokens": prompt_tokens, "tokens": tokens, "repeats": repeats,
         "prefill_step": prefill_step, "dtype": dtype.value if dtype else "as loaded",
         "windows": windows, "capacity": capacity, "initial_capacity": initial_capacity,
-        "seed": seed,
+        "compile": compile, "seed": seed,
     }  # fmt: skip
     try:
         network, tokenizer = load(model, dtype=dtype.value if dtype else None)
         makers = Makers(network, _numbers(windows), capacity, initial_capacity)
-        both = (makers.ours, makers.theirs)
+        ours = compiled(network, typer.echo) if compile else network
+        both = (Side(ours, makers.ours), Side(network, makers.theirs))
         prompt = random_prompt(tokenizer, prompt_tokens, seed)
         report = Report("tokens_per_second", Machine.here(), settings, markdown)
         report.header()
         runs = _generations(
-            both, lambda make: generate(network, make, prompt, tokens, prefill_step), repeats
+            both, lambda side: generate(side, prompt, tokens, prefill_step), repeats
         )
-        steps = decode_steps(network, both, prompt, tokens, prefill_step)
-        kv_read = _kv_read(network, makers, prompt[:2], prompt_tokens + tokens // 2)
+        steps = decode_steps(both, prompt, tokens, prefill_step)
+        kv_read = _kv_read(makers, prompt[:2], prompt_tokens + tokens // 2)
     except KVCacheError as error:
         raise typer.BadParameter(str(error)) from error
     _speed(report, runs, steps)
@@ -100,27 +107,27 @@ def main(
 
 
 def _generations(
-    makers: Sequence[Any], run: Callable[[Any], Generation], repeats: int
+    sides: Sequence[Side], run: Callable[[Side], Generation], repeats: int
 ) -> list[list[Generation]]:
-    """The generations of each cache, in turns, after one of each that does not count."""
-    for make in makers:
-        run(make)
-    runs: list[list[Generation]] = [[] for _ in makers]
+    """The generations of each side, in turns, after one of each that does not count."""
+    for side in sides:
+        run(side)
+    runs: list[list[Generation]] = [[] for _ in sides]
     console = Console(stderr=True)
     rounds = track(
         list(turns(repeats)), "Generating", console=console, disable=not console.is_terminal,
         transient=True,
     )  # fmt: skip
     for order in rounds:
-        for side in order:
-            runs[side].append(run(makers[side]))
+        for number in order:
+            runs[number].append(run(sides[number]))
     return runs
 
 
-def _kv_read(model: Any, makers: Makers, prompt: Sequence[int], length: int) -> int:
+def _kv_read(makers: Makers, prompt: Sequence[int], length: int) -> int:
     """Bytes of keys and values that a token sees at `length`; a short run tells a row's bytes."""
     cache = makers.ours()
-    generate(model, lambda: cache, prompt, 2, len(prompt))
+    generate(Side(makers.model, lambda: cache), prompt, 2, len(prompt))
     return bytes_seen(cache, length)
 
 

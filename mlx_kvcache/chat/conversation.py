@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx.nn.layers.base import Module
 
 from mlx_kvcache.chat.generation import Progress
 from mlx_kvcache.chat.stops import StoppingText, before_stop, check_stop_texts
@@ -19,6 +18,7 @@ from mlx_kvcache.chat.turns import ChatOptions, Turn
 from mlx_kvcache.control.history import TokenHistory, common_prefix
 from mlx_kvcache.errors import CapacityError, ConfigError, RewindError
 from mlx_kvcache.facts.checks import is_integer
+from mlx_kvcache.integrations.compiled import Model
 from mlx_kvcache.integrations.mlx_lm import PromptCache, default_prefill_step
 from mlx_kvcache.integrations.sampling import Chooser, RandomState
 
@@ -38,7 +38,7 @@ class Conversation:
 
     def __init__(
         self,
-        model: Module,
+        model: Model,
         tokenizer: Any,
         cache: PromptCache,
         options: ChatOptions | None = None,

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx.nn.layers.base import Module
 
 from mlx_kvcache.chat.logprobs import Logprobs
 from mlx_kvcache.chat.stops import StoppingText, before_stop
 from mlx_kvcache.chat.streaming import answer_text
 from mlx_kvcache.control.history import TokenHistory
+from mlx_kvcache.integrations.compiled import Model
 from mlx_kvcache.integrations.mlx_lm import PromptCache
 from mlx_kvcache.integrations.sampling import RandomState, Sampling, processors_of, sampler_of
 
@@ -38,7 +38,7 @@ class Generation:
     first_token_seconds, seconds: wall-clock time from the start to the first and the newest token.
     """
 
-    model: Module
+    model: Model
     tokenizer: Any
     prompt: Sequence[int]
     cache: PromptCache

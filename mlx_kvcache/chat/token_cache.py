@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import cast
 
 import mlx.core as mx
-from mlx.nn.layers.base import Module
 
 from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.chat.checkpoints import RingCheckpoints
 from mlx_kvcache.control.registry import CacheSession
 from mlx_kvcache.errors import RewindError
+from mlx_kvcache.integrations.compiled import Model
 from mlx_kvcache.integrations.mlx_lm import PromptCache, RecurrentStates
 
 #: Takes logits [1, vocabulary] and answers the next token [1].
@@ -39,7 +39,7 @@ class TokenCache:
     The cache must be empty. Its key is in the registry until `close`.
     """
 
-    def __init__(self, model: Module, cache: PromptCache) -> None:
+    def __init__(self, model: Model, cache: PromptCache) -> None:
         self.model = model
         self.cache = cache
         self.states: dict[int, RecurrentStates] = {}

@@ -69,10 +69,11 @@ def _begin(options: SequenceOptions) -> Conversation:
     from mlx_kvcache.chat.turns import ChatOptions
 
     loaded = load(options)
+    cache = loaded.prompt_cache(options)
     conversation = Conversation(
-        loaded.model,
+        loaded.decoder(options, cache, _note),
         loaded.tokenizer,
-        loaded.prompt_cache(options),
+        cache,
         ChatOptions(
             options.system,
             options.raw,

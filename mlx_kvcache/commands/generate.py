@@ -162,7 +162,7 @@ def _prepare(options: GenerateOptions, prompt: str) -> Generation:
     cache = loaded.prompt_cache(options)
     _reserve(cache, len(tokens), options)
     return Generation(
-        loaded.model,
+        loaded.decoder(options, cache, _ignore if options.quiet else print_note),
         loaded.tokenizer,
         tokens,
         cache,

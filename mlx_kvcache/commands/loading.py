@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
 
+    from mlx_kvcache.integrations.compiled import Model
     from mlx_kvcache.integrations.mlx_lm import PromptCache
     from mlx_kvcache.integrations.sampling import Sampling
 
@@ -85,6 +86,15 @@ class Loaded:
             spare=options.spare,
             windows=options.cache_windows,
         )
+
+    def decoder(
+        self, options: SequenceOptions, cache: PromptCache, notify: Callable[[str], None]
+    ) -> Model:
+        """The model as it is to be run on a cache: with compiled steps, or as it is."""
+        from mlx_kvcache.integrations.compiled import compiled, is_worth_compiling
+
+        wanted = is_worth_compiling(cache) if options.compile is None else options.compile
+        return compiled(self.model, notify) if wanted else self.model
 
 
 def load(options: RunOptions) -> Loaded:

@@ -225,6 +225,16 @@ class SequenceOptions(RunOptions):
         ),
     ] = None
 
+    compile: Annotated[
+        bool | None,
+        flag(
+            "Build the graph of a token once, and replay it for the next ones.",
+            "--compile/--no-compile",
+            default="on a CPU, and on a GPU for small models",
+            panel=CACHE,
+        ),
+    ] = None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("--initial-capacity", self.initial_capacity, 0)

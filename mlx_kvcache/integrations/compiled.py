@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache as memoized
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ from mlx_kvcache.cache.step import PolicySteps
 from mlx_kvcache.cache.traced import PolicyForm, TracedLayer, TracedSteps
 from mlx_kvcache.errors import TracingError
 from mlx_kvcache.integrations.agreement import logits_agree
+from mlx_kvcache.integrations.mlx_lm import PromptCache
+from mlx_kvcache.store.choice import prefers_array_start
+from mlx_kvcache.store.ops import with_rows
 
 #: The most tokens of a compiled step. Longer ones are bound by their arithmetic.
 MOST_TOKENS = 8
@@ -34,6 +38,11 @@ MOST_TOKENS = 8
 WORTH_COMPILING = 4
 #: The forms that are kept, those last used: rows that are read, tokens, kinds of caches.
 MOST_FORMS = 64
+
+#: Rows that a flat layer answers with when it is tried whether the model minds how many they are.
+MANY_ROWS = 4096
+#: After which a user is told what it is that takes so long.
+PATIENCE_SECONDS = 1.0
 
 #: Path and value of each attribute of a recurrent state; an array stands as this.
 ARRAY = "array"
@@ -172,7 +181,7 @@ class CompiledModel:
                 [layer.store.keys for layer in layers],
                 [layer.store.values for layer in layers],
                 step.arrays,
-                [place[name] for place, name in self._weights],
+                self._weights_now(),
             )
         except Exception as error:
             # Nothing has been moved yet. What the model itself raises is no reason to refuse.
@@ -199,20 +208,63 @@ class CompiledModel:
         A model that counts the rows it is answered, in place of asking for the offset, is traced
         without a word, and goes wrong as rows of later steps are among them.
         """
-        # In this order, so that no buffer is held twice and copied.
-        mx.eval(logits)
+        with self._patience():
+            # In this order, so that no buffer is held twice and copied.
+            mx.eval(logits)
         position = step.layers[0].offset - step.form.tokens
         step.layers[0].sequence.rewind(position)
         for layer in step.layers:
             layer.settle(position)
         for entry, attributes in zip(step.states, former, strict=True):
             vars(entry).update(attributes)
+        answers = [logits]
+        if not self._checked:
+            answers.append(self._with_more_rows(step, inputs))
+            mx.eval(answers)
         answer: mx.array = self._model(inputs, cache=cache)
-        if logits_agree(logits, answer):
+        if all(logits_agree(each, answer) for each in answers):
             self._checked.add(step.form)
         else:
             self._refuse("it counts the rows that it is answered, or changes more than its cache")
         return answer
+
+    def _with_more_rows(self, step: _Step, inputs: mx.array) -> mx.array:
+        """The logits of a step whose flat layers answer with many rows that nobody may see."""
+        policies = tuple(
+            each if each.ring_size else each._replace(rows=max(MANY_ROWS, 4 * each.rows))
+            for each in step.form.policies
+        )
+        pairs = [
+            (with_rows(keys, policies[policy].rows), with_rows(values, policies[policy].rows))
+            for policy, (keys, values) in zip(
+                step.form.layers, [layer.store.state for layer in step.layers], strict=True
+            )
+        ]
+        position = mx.array([step.layers[0].offset])
+        form = step.form._replace(policies=policies)
+        keys, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        answer: mx.array = self._trace(
+            form, inputs, position, keys, values, step.arrays, self._weights_now()
+        )[0]
+        return answer
+
+    def _weights_now(self) -> list[mx.array]:
+        return [place[name] for place, name in self._weights]
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Say it when this takes long: on a CPU, MLX has a C++ compiler make kernels."""
+        timer = threading.Timer(
+            PATIENCE_SECONDS,
+            self._notify,
+            ["compiling the decode step; what MLX compiles for it is kept on disk for later runs"],
+        )
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _look_at_weights(self) -> None:
         """Begin anew when modules were exchanged. A prompt comes by here before its answer does."""
@@ -238,6 +290,7 @@ class CompiledModel:
                 self._checked.discard(self._functions.popitem(last=False)[0])
 
             def traced(*arguments: Any) -> Any:
+                self.traces += 1
                 return self._trace(form, *arguments)
 
             self._functions[form] = mx.compile(traced)
@@ -255,7 +308,6 @@ class CompiledModel:
         weights: list[mx.array],
     ) -> tuple[Any, ...]:
         """One step of the model in arrays alone: logits, keys, values, and recurrent states."""
-        self.traces += 1
         model = self._twin(weights)
         steps = [TracedSteps(policy, position, form.tokens) for policy in form.policies]
         layers = [
@@ -285,12 +337,25 @@ class CompiledModel:
         return twin
 
 
-def compiled(model: Module, notify: Callable[[str], None] | None = None) -> CompiledModel:
+#: What runs tokens on a cache.
+Model = Module | CompiledModel
+
+
+def compiled(model: Model, notify: Callable[[str], None] | None = None) -> CompiledModel:
     """The model, to be passed to mlx-lm's functions and to ours, with compiled decode steps.
 
     notify: is told, once, why a model runs uncompiled; a warning if None.
     """
     return model if isinstance(model, CompiledModel) else CompiledModel(model, notify)
+
+
+def is_worth_compiling(cache: PromptCache) -> bool:
+    """Whether compiled steps are the default for a cache: where building the graph takes long.
+
+    On a CPU they were measured to win; on a GPU, where they were not, so it should be for models
+    that the host has more to do for than the GPU.
+    """
+    return prefers_array_start(cache.sequence.geometry, cache.sequence.config)
 
 
 @memoized

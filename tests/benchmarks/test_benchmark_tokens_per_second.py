@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from generation import decode_steps, generate, random_prompt
+from context_sweep import app as sweep
+from generation import Side, decode_steps, generate, random_prompt
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import RotatingKVCache
@@ -109,6 +110,24 @@ def test_a_run_on_a_tiny_model_shows_and_writes_everything(directory: Path, tmp_
     assert achieved["mlx-lm"]["median"] == pytest.approx(rate * read / 1e9)
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_sweep_over_contexts(directory: Path, tmp_path: Path, compiles: bool) -> None:
+    file, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
+    code, shown = run_app(
+        sweep, "--model", str(directory), "--context", "30", "--context", "12", "--tokens", "5",
+        "--prefill-step", "8", "--markdown", "--json", str(file), "--plot", str(picture),
+        "--compile" if compiles else "--no-compile",
+    )  # fmt: skip
+    assert code == 0, shown
+    results = json.loads(file.read_text())["results"]
+    assert list(results) == ["12", "30"]
+    for figures in results.values():
+        assert figures["host_us"]["mlx-lm"]["count"] == 5
+        assert figures["tokens_per_second"]["paired_ratio"]["count"] == 5
+        assert f"{figures['tokens_per_second']['paired_ratio']['median']:.3f}" in shown
+    assert ">30<" in picture.read_text()
+
+
 def test_another_seed_gives_another_prompt_and_answer(directory: Path, tmp_path: Path) -> None:
     answers = []
     for seed in ("0", "0", "1"):
@@ -156,8 +175,8 @@ def test_both_caches_answer_alike_under_the_same_windows(
     model: Any, windows: list[int] | None, chunk: int
 ) -> None:
     makers = Makers(model, windows)
-    ours = generate(model, makers.ours, prompt(30), 12, chunk)
-    theirs = generate(model, makers.theirs, prompt(30), 12, chunk)
+    ours = generate(Side(model, makers.ours), prompt(30), 12, chunk)
+    theirs = generate(Side(model, makers.theirs), prompt(30), 12, chunk)
     assert ours.tokens == theirs.tokens
     assert len(ours.tokens) == 12
 
@@ -165,7 +184,7 @@ def test_both_caches_answer_alike_under_the_same_windows(
 def test_the_windows_matter_to_either_cache(model: Any) -> None:
     for make in ("ours", "theirs"):
         answers = {
-            generate(model, getattr(Makers(model, windows), make), prompt(30), 12, 64).tokens
+            generate(Side(model, getattr(Makers(model, windows), make)), prompt(30), 12, 64).tokens
             for windows in ([2], [0])
         }
         assert len(answers) == 2
@@ -183,14 +202,14 @@ def test_a_narrowed_rotating_cache_masks_by_its_own_window() -> None:
 
 def test_bytes_held_are_those_of_the_rows(model: Any) -> None:
     makers = Makers(model, initial_capacity=32)
-    ours = generate(model, makers.ours, prompt(20), 5, 64)
+    ours = generate(Side(model, makers.ours), prompt(20), 5, 64)
     # 25 positions held; 32 rows in the flat layer, 16 + 63 slots in the rings.
     assert ours.held.used == 3 * 25 * ROW
     assert ours.held.allocated == (32 + 2 * (WINDOW + 63)) * ROW
-    theirs = generate(model, makers.theirs, prompt(20), 5, 64)
+    theirs = generate(Side(model, makers.theirs), prompt(20), 5, 64)
     assert theirs.held.used == (25 + 2 * WINDOW) * ROW
     assert theirs.held.allocated == (256 + 2 * WINDOW) * ROW
-    longer = generate(model, makers.ours, prompt(20), 6, 64)
+    longer = generate(Side(model, makers.ours), prompt(20), 6, 64)
     assert longer.held.used == 3 * 26 * ROW
     assert ours.peak > weight_bytes_read(model)
     assert held(makers.theirs()).used == 0
@@ -198,7 +217,7 @@ def test_bytes_held_are_those_of_the_rows(model: Any) -> None:
 
 def test_bytes_seen_stop_at_the_window(model: Any) -> None:
     cache = Makers(model).ours()
-    generate(model, lambda: cache, prompt(4), 2, 64)
+    generate(Side(model, lambda: cache), prompt(4), 2, 64)
     assert bytes_seen(cache, 10) == 3 * 10 * ROW
     assert bytes_seen(cache, 100) == (100 + 2 * WINDOW) * ROW
 
@@ -230,6 +249,6 @@ def test_a_random_prompt_has_no_special_tokens() -> None:
 
 def test_decode_steps_of_both_caches_are_timed_in_equal_number(model: Any) -> None:
     makers = Makers(model)
-    times = decode_steps(model, (makers.ours, makers.theirs), prompt(20), 7, 6)
+    times = decode_steps((Side(model, makers.ours), Side(model, makers.theirs)), prompt(20), 7, 6)
     assert [len(side) for side in times] == [7, 7]
     assert all(0 < built < took for side in times for built, took in side)

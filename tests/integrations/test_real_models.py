@@ -16,7 +16,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 
-from mlx_kvcache import make_prompt_cache
+from mlx_kvcache import compiled, make_prompt_cache
+from mlx_kvcache.layout import runs
 from mlx_kvcache.models import load
 
 pytestmark = pytest.mark.models
@@ -120,3 +121,34 @@ def test_gemma3_gives_mlx_lms_tokens_past_its_own_window(gemma3: Model) -> None:
     assert greedy(model, prompt, cache, 64) == reference
     ring = cache.sequence.layout.layers[0]
     assert cache.sequence.length > ring.size, "the ring never wrapped"
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_compiled_steps_give_the_same_tokens(name, narrow, request, monkeypatch):
+    """Past wraps and growth, and with chunks, rewinds and forks in between."""
+    monkeypatch.setattr(runs, "READ_ROWS", 32)
+    model, tokenizer = request.getfixturevalue(name)
+    if narrow and name == "smollm2":
+        pytest.skip("the model has no sliding layers")
+    choices: dict[str, Any] = {"initial_capacity": 64, "spare": 9}
+    if narrow:
+        choices["windows"] = [NARROW]
+    fast = compiled(model, pytest.fail)
+    prompt = tokenizer.encode(LONG)
+    answers = []
+    for each in (model, fast):
+        cache = make_prompt_cache(model, **choices)
+        tokens = greedy(each, prompt, cache, 64)
+        cache.rewind(cache.length - 5)
+        tokens += greedy(each, prompt[:7], cache, 4)
+        twin = cache.fork()
+        tokens += greedy(each, prompt[7:20], cache, 64)
+        tokens += greedy(each, prompt[9:30], twin, 64)
+        answers.append(tokens)
+        rings = [layer for layer in cache.sequence.layers if layer.steps.ring_size]
+        assert all(layer.offset > 5 * layer.steps.ring_size for layer in rings if narrow)
+    assert answers[0] == answers[1]
+    assert fast.traces >= 4
+    other = greedy(fast, [*prompt[:-4], prompt[-4] + 1], make_prompt_cache(model, **choices), 64)
+    assert other != answers[1][:NEW_TOKENS]
