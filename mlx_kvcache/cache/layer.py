@@ -178,8 +178,7 @@ class SequenceLayer:
             keep(self.sequence, self.index, self)
             view = store.read_before(step.read, keys, values)
             # Aside: the rows of before are kept, and read again if this is interrupted.
-            store = store.copy()
-            store.write(step.placement, keys, values)
+            store = store.renewed(view, step.end)
             # Whoever evaluates the answer evaluates the write, which else would be left to a
             # stream of this thread.
             view = view._replace(keys=mx.depends(view.keys, store.state))

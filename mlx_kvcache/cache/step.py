@@ -222,7 +222,7 @@ class PolicySteps:
             position,
             tokens,
             plan.end,
-            Placement(plan.write, starts, after_read=plan.joined),
+            Placement(plan.write, starts),
             (Run(0, self.rows),) if slot_order and not plan.joined else plan.read,
             plan.joined,
             slot_order,

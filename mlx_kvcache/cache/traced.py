@@ -47,7 +47,7 @@ class TracedSteps:
 
     @property
     def is_masked(self) -> bool:
-        """Whether the model has asked for a mask, without which it would see rows of later steps."""
+        """Whether the model has asked for a mask, which hides the rows of later steps."""
         return bool(self._masks)
 
     def mask(self, window: int) -> mx.array:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-
 from mlx_kvcache.chat.generation import Progress
 from mlx_kvcache.chat.stops import StoppingText, before_stop, check_stop_texts
 from mlx_kvcache.chat.streaming import answer_text

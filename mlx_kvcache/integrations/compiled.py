@@ -28,6 +28,7 @@ from mlx_kvcache.cache.traced import PolicyForm, TracedLayer, TracedSteps
 from mlx_kvcache.errors import TracingError
 from mlx_kvcache.integrations.agreement import logits_agree
 from mlx_kvcache.integrations.mlx_lm import PromptCache
+from mlx_kvcache.integrations.tracing import weight_places
 from mlx_kvcache.store.choice import prefers_array_start
 from mlx_kvcache.store.ops import with_rows
 
@@ -268,7 +269,7 @@ class CompiledModel:
 
     def _look_at_weights(self) -> None:
         """Begin anew when modules were exchanged. A prompt comes by here before its answer does."""
-        places = list(_slots(self._model))
+        places = weight_places(self._model)
         if [(id(place), name) for place, name in places] != [
             (id(place), name) for place, name in self._weights
         ]:
@@ -284,7 +285,7 @@ class CompiledModel:
 
     def _function(self, form: StepForm) -> Callable[..., Any]:
         if not self._weights:
-            self._weights = list(_slots(self._model))
+            self._weights = weight_places(self._model)
         if form not in self._functions:
             while len(self._functions) >= MOST_FORMS:
                 self._checked.discard(self._functions.popitem(last=False)[0])
@@ -332,7 +333,7 @@ class CompiledModel:
         twin: Module | None = getattr(self._twins, "model", None)
         if twin is None:
             twin = self._twins.model = copy.deepcopy(self._model)
-        for (place, name), array in zip(_slots(twin), weights, strict=True):
+        for (place, name), array in zip(weight_places(twin), weights, strict=True):
             place[name] = array
         return twin
 
@@ -429,13 +430,3 @@ def _attributes(state: StateForm, arrays: Sequence[mx.array]) -> dict[str, Any]:
     leaves = [(path, next(held) if leaf is ARRAY else leaf) for path, leaf in state.attributes]
     attributes: dict[str, Any] = tree_unflatten(leaves)
     return attributes
-
-
-def _slots(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place of an array in a tree of modules, as its container and its key there."""
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in pairs:
-        if isinstance(value, mx.array):
-            yield tree, key
-        elif isinstance(value, (dict, list)):
-            yield from _slots(value)

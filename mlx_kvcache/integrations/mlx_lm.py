@@ -29,7 +29,7 @@ from mlx_kvcache.facts.config import (
     CacheConfig,
 )
 from mlx_kvcache.facts.geometry import CacheGeometry
-from mlx_kvcache.integrations.tracing import leaves, trace_geometry, weight_bytes
+from mlx_kvcache.integrations.tracing import leaves, trace_geometry
 
 #: Between `trim_prompt_cache` and a layer stand `can_trim_prompt_cache`, a generator, and both of
 #: these again in a `CacheList`.
@@ -246,8 +246,8 @@ def make_prompt_cache(
     kept and attended instead of the model's windows, one for each cache layer or a single one for
     the sliding ones, 0 = everything. The others are the fields of `CacheConfig`.
 
-    What the model caches is read off one lazy forward pass, of which nothing is evaluated.
-    Raises `GeometryError` or `ConfigError`.
+    What the model caches is read off one lazy forward pass, of which nothing is evaluated; the
+    model keeps the answer. Raises `GeometryError` or `ConfigError`.
     """
     traced = trace_geometry(model)
     geometry = traced.geometry
@@ -259,7 +259,7 @@ def make_prompt_cache(
         initial_capacity=initial_capacity,
         spare=spare,
         max_write=max_write,
-        weight_bytes=weight_bytes(model),
+        weight_bytes=traced.weight_bytes,
     )
     layer_class = MLXLMLayer if windows is None else RewindowedLayer
     sequence = MLXSequenceCache(geometry, config, layer_class)

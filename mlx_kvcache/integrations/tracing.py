@@ -8,12 +8,12 @@ that the caches were given are the geometry.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     CacheList,
     ChunkedKVCache,
@@ -40,11 +40,13 @@ class TracedGeometry:
     template: the model's own, never written cache objects.
     written: for each KV cache of the template, in traversal order, whether the forward pass
         writes it. One that is not written stays mlx-lm's own and is no layer of the geometry.
+    weight_bytes: of all the model's weights when it was traced.
     """
 
     geometry: CacheGeometry
     template: list[Any]
     written: tuple[bool, ...]
+    weight_bytes: int
 
     def with_layers(self, layers: Iterable[Any]) -> list[Any]:
         """The template with one of `layers` for each cache layer of the geometry.
@@ -75,10 +77,23 @@ def leaves(cache: object) -> Iterator[Any]:
         yield cache
 
 
+def weight_places(tree: Any) -> list[tuple[Any, Any]]:
+    """Every place of an array in a tree of modules, as its container and its key there."""
+    places: list[tuple[Any, Any]] = []
+    trees = [tree]
+    for each in trees:
+        for key, value in each.items() if isinstance(each, dict) else enumerate(each):
+            if isinstance(value, mx.array):
+                places.append((each, key))
+            elif isinstance(value, dict | list):
+                trees.append(value)
+    return places
+
+
 def weight_bytes(model: Module) -> int:
     """Bytes of all the weights of a model, loaded or not."""
-    parameters: Any = tree_flatten(model.parameters())  # type: ignore[no-untyped-call]
-    return sum(int(array.nbytes) for _, array in parameters)
+    tree = model if isinstance(model, dict) else model.parameters()
+    return sum([int(place[key].nbytes) for place, key in weight_places(tree)])
 
 
 def trace_geometry(model: Module) -> TracedGeometry:
@@ -88,9 +103,23 @@ def trace_geometry(model: Module) -> TracedGeometry:
     for: a model whose caches are narrower than its masks would answer otherwise for other chunks.
     `LayerGeometry.shared` is set where the forward reads a layer's rows again after its update
     through `keys_and_values`; a model that hands on the updated arrays themselves leaves no
-    trace of it. Raises `GeometryError` for a model that writes no KV cache, and for a rotating
-    cache with `keep` rows.
+    trace of it. The model keeps the trace until its layers or its choices change. Raises
+    `GeometryError` for a model that writes no KV cache, and for a rotating cache with `keep` rows.
     """
+    template = list(make_prompt_cache(model))
+    layers = tuple(getattr(model, "layers", ()))
+    signature = _signature(model, template, layers)
+    kept: _Kept | None = getattr(model, _KEPT, None)
+    if kept is None or kept.signature != signature:
+        kept = _Kept(signature, layers, *_traced(model), weight_bytes(model))
+        # A model that takes no attribute is traced each time.
+        with suppress(AttributeError):
+            setattr(model, _KEPT, kept)
+    return TracedGeometry(kept.geometry, template, kept.written, kept.weight_bytes)
+
+
+def _traced(model: Module) -> tuple[CacheGeometry, tuple[bool, ...]]:
+    """The geometry of a model, and which KV caches of its list it writes."""
     entries = list(make_prompt_cache(model))
     probes = [_Probe(cache) for entry in entries for cache in leaves(entry) if is_kv_cache(cache)]
     policies = [_policy(index, probe.cache) for index, probe in enumerate(probes)]
@@ -113,8 +142,56 @@ def trace_geometry(model: Module) -> TracedGeometry:
                 policy = LayerPolicy.ring(max(policy.window, asked[policy.window]))
             layers.append(probe.geometry(index, policy))
     geometry = CacheGeometry(tuple(layers), _model_layers(entries, written))
-    flags = tuple(probe in written for probe in probes)
-    return TracedGeometry(geometry, list(make_prompt_cache(model)), flags)
+    return geometry, tuple(probe in written for probe in probes)
+
+
+#: Where a model keeps its trace.
+_KEPT = "_mlx_kvcache_trace"
+#: What mlx-lm's caches name their sizes.
+_SIZES = ("max_size", "keep", "chunk_size")
+#: Attributes of these types may be choices, such as a window.
+_CHOICE_TYPES = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A trace, and what it was taken of: while that is the same, so is the trace.
+
+    layers: kept alive, so that what the signature says of their identity stays true.
+    """
+
+    signature: tuple[Any, ...]
+    layers: tuple[Any, ...]
+    geometry: CacheGeometry
+    written: tuple[bool, ...]
+    weight_bytes: int
+
+
+def _signature(model: Module, template: list[Any], layers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a trace depends on: the caches' own sizes, the layers, and the choices around them."""
+    caches = tuple(
+        (type(cache), *(getattr(cache, name, None) for name in _SIZES))
+        for entry in template
+        for cache in leaves(entry)
+    )
+    parts = [model, getattr(model, "args", None)]
+    if isinstance(model, Module):
+        parts += _parts_beside(model, {id(layer) for layer in layers})
+    choices = tuple(
+        (name, value)
+        for part in parts
+        for name, value in getattr(part, "__dict__", {}).items()
+        if isinstance(value, _CHOICE_TYPES)
+    )
+    return caches, tuple(map(id, layers)), choices
+
+
+def _parts_beside(module: Module, layers: set[int]) -> Iterator[Module]:
+    """The modules within a module that are none of the layers, nor within them."""
+    for part in module.values():
+        if isinstance(part, Module) and id(part) not in layers:
+            yield part
+            yield from _parts_beside(part, layers)
 
 
 def _model_layers(entries: list[Any], written: list[_Probe]) -> tuple[ModelLayer, ...]:

@@ -24,16 +24,13 @@ Shape = tuple[int, int, int, int]
 class Placement(NamedTuple):
     """Where the new rows of a step go: made once, used by every layer that keeps them alike.
 
-    runs: contiguous rows, in the order of the tokens. When they hold fewer rows than the step has
-    tokens, the leading tokens are left out. starts: the starts of the runs, in the form in which
-    they are to be written. cells: int32 [T], single rows in place of the runs. after_read: whether
-    the rows were just read for the same step, so that MLX would copy them all before the write.
+    runs: contiguous rows, in the order of the tokens. starts: the starts of the runs, in the form
+    in which they are to be written. cells: int32 [T], single rows in place of the runs.
     """
 
     runs: tuple[Run, ...]
     starts: tuple[int | mx.array, ...]
     cells: mx.array | None = None
-    after_read: bool = False
 
 
 class RowView(NamedTuple):
@@ -96,6 +93,12 @@ class RowStore(Protocol):
     def read_before(self, runs: tuple[Run, ...], keys: mx.array, values: mx.array) -> RowView:
         """The rows of `runs` followed by new rows, as they will be read once they are stored."""
 
+    def renewed(self, view: RowView, end: int) -> RowStore:
+        """A ring as large as this one, with the newest rows of a view that ends at position `end`.
+
+        view: what `read_before` has answered, at least as many rows as the ring has.
+        """
+
     def grow(self, rows: int) -> None:
         """Append rows up to `rows`; those in use keep their places. Nothing before `allocate`."""
 
@@ -151,9 +154,8 @@ class DenseRows:
 
     def write(self, placement: Placement, keys: mx.array, values: mx.array) -> None:
         held_keys, held_values = self._held()
-        shared = placement.after_read or self._copied
-        keys = _written(held_keys, placement, keys, shared)
-        values = _written(held_values, placement, values, shared)
+        keys = _written(held_keys, placement, keys, self._copied)
+        values = _written(held_values, placement, values, self._copied)
         self.keys, self.values = keys, values
         self._copied = False
 
@@ -165,6 +167,10 @@ class DenseRows:
         # before or not.
         held_keys, held_values = self._held()
         return RowView.of(_before(held_keys, runs, keys), _before(held_values, runs, values))
+
+    def renewed(self, view: RowView, end: int) -> DenseRows:
+        size = self.rows
+        return DenseRows(_as_ring(view.keys, size, end), _as_ring(view.values, size, end))
 
     def grow(self, rows: int) -> None:
         if self.keys is not None and self.values is not None:
@@ -209,19 +215,14 @@ class DenseRows:
 
 
 def _written(buffer: mx.array, placement: Placement, rows: mx.array, shared: bool) -> mx.array:
-    runs, starts, cells, after_read = placement
+    runs, starts, cells = placement
     if cells is not None:
         return cell_scatter(buffer, rows.astype(buffer.dtype), cells, shared=shared)
-    if len(runs) == 1 and not after_read:
-        # Rows that the step itself pushes out of a ring come first.
-        skipped = rows.shape[2] - runs[0].length
-        rows = rows[:, :, skipped:] if skipped else rows
+    if len(runs) == 1:
         if isinstance(starts[0], mx.array):
             return slice_update(buffer, rows, starts[0], ROW_AXIS)
         return write_rows(buffer, rows, starts[0])
-    if after_read or _wraps(runs, buffer.shape[2]):
-        skipped = rows.shape[2] - sum(run.length for run in runs)
-        rows = rows[:, :, skipped:] if skipped else rows
+    if _wraps(runs, buffer.shape[2]):
         return ring_write(buffer, rows.astype(buffer.dtype), runs[0].start, shared=shared)
     row = 0
     for run, start in zip(runs, starts, strict=True):
@@ -240,6 +241,13 @@ def _before(buffer: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:
     if not runs:
         return rows
     return ring_join(buffer, rows, runs[0].start, sum(run.length for run in runs))
+
+
+def _as_ring(rows: mx.array, size: int, end: int) -> mx.array:
+    """The newest `size` rows, of which the last has position `end` - 1, in the order of slots."""
+    newest = end % size
+    first = rows.shape[2] - newest
+    return mx.concatenate([rows[:, :, first:], rows[:, :, first - size + newest : first]], axis=2)
 
 
 def _joined(buffer: mx.array, runs: Sequence[Run]) -> mx.array:

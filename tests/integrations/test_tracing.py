@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,7 +22,8 @@ from mlx_lm.models.cache import (
 
 from mlx_kvcache.errors import GeometryError
 from mlx_kvcache.facts.geometry import LayerGeometry, LayerPolicy, ModelLayer
-from mlx_kvcache.integrations.tracing import is_kv_cache, leaves, trace_geometry
+from mlx_kvcache.integrations.tracing import is_kv_cache, leaves, trace_geometry, weight_bytes
+from tests.support.tiny_models import all_families, build
 
 
 class CachesOnly(nn.Module):
@@ -85,6 +88,33 @@ def test_each_kind_of_cache_gives_its_policy_and_shape() -> None:
         ModelLayer((3,)),
     )
     assert model.seen == [(1, 1)]
+
+
+def test_a_trace_is_kept_until_what_it_was_taken_of_changes() -> None:
+    model = build("gemma3_text", all_families()["gemma3_text"])
+    passes = []
+    original = type(model).__call__
+
+    def call(self: Any, *arguments: Any, **choices: Any) -> Any:
+        passes.append(self is model)
+        return original(self, *arguments, **choices)
+
+    with patch.object(type(model), "__call__", call):
+        first, second = trace_geometry(model), trace_geometry(model)
+        assert passes == [True]
+        assert first.geometry is second.geometry
+        assert first.template is not second.template
+        assert second.weight_bytes == weight_bytes(model)
+        twin = copy.deepcopy(model)
+        assert trace_geometry(twin).geometry == first.geometry
+        model.model.window_size = 5
+        assert 5 not in first.geometry.windows
+        trace_geometry(model)
+        assert len([own for own in passes if own]) == 2
+        model.model.layers = model.model.layers[:-1]
+        model.args.num_hidden_layers -= 1
+        assert len(trace_geometry(model).geometry.layers) == len(first.geometry.layers) - 1
+    assert "_mlx_kvcache_trace" not in model
 
 
 def test_the_template_is_fresh_and_keeps_the_structure() -> None:
