@@ -452,6 +452,29 @@ def test_a_conversation_waits_for_memory_and_keeps_its_tokens(machine: Machine, 
         assert more == alone(model, [*prompt, *answer, *prompt], 4)
 
 
+@pytest.mark.parametrize("kind", ["cell", "batched"])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_request_that_waited_starts_once_memory_is_back(
+    machine: Machine, kind: str, others: int
+) -> None:
+    """Memory that others of the process, or of the machine, gave back."""
+    with Engine(tiny("llama"), 4000, kind, initial_capacity=16) as engine:
+        running = [engine.submit([1, 2], max_tokens=60) for _ in range(others)]
+        engine.step()
+        machine.left = 0
+        request = engine.submit([3, 4], max_tokens=200)
+        for _ in range(2):
+            if others:
+                engine.step()
+            else:
+                with pytest.raises(MemoryLimitError):
+                    engine.step()
+        machine.left = None
+        engine.step()
+        assert engine.active == (*running, request)
+        assert all(each.finish_reason is None for each in running)
+
+
 def test_a_prompt_cache_is_refused_before_the_model_runs(machine: Machine) -> None:
     model = tiny("llama")
     tokens = mx.array(prompts_of("llama", (5,)))
