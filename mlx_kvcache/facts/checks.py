@@ -19,5 +19,9 @@ def is_integer(
 
 def shortened(value: object) -> str:
     """The repr of a value for a message, cut to 80 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no integer of thousands of digits.
+        return f"a {type(value).__name__} of thousands of digits"
     return text if len(text) <= 80 else f"{text[:77]}..."
