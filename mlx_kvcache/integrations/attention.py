@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +29,7 @@ from mlx_kvcache.facts.geometry import CacheGeometry, LayerPolicy
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
 
 ATTENTION = "scaled_dot_product_attention"
-#: The attribute by which a wrapper of it is known.
+#: The attribute by which a wrapper of it is known: it holds the wrapper itself.
 _MARK = "_mlx_kvcache_routed"
 #: What a model raises that makes something else of its cache than this protocol.
 _MODEL_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
@@ -251,22 +252,24 @@ class FlatModel:
         )
 
 
-def _attention_modules(model: Module) -> tuple[str, ...]:
+def _attention_modules(model: Module) -> tuple[ModuleType, ...]:
     """The modules of the model's parts that call `scaled_dot_product_attention`."""
     names = {type(part).__module__ for _, part in model.named_modules()}  # type: ignore[no-untyped-call]
-    return tuple(sorted(name for name in names if hasattr(sys.modules.get(name), ATTENTION)))
+    modules = (sys.modules.get(name) for name in sorted(names))
+    return tuple(module for module in modules if module and hasattr(module, ATTENTION))
 
 
-def _route_attention(modules: Sequence[str]) -> None:
+def _route_attention(modules: Sequence[ModuleType]) -> None:
     """Wrap the attention of these modules, unless it is wrapped.
 
     No lock and no way back: of two threads that come here at once the last one's wrapper stays, and
     either is right; taking it off could take it from a step of another thread.
     """
-    for name in modules:
-        attention = getattr(sys.modules[name], ATTENTION)
-        if not hasattr(attention, _MARK):
-            setattr(sys.modules[name], ATTENTION, _routed(attention))
+    for module in modules:
+        attention = getattr(module, ATTENTION)
+        # Whoever wraps it with `functools.wraps` copies the mark, but not the function.
+        if getattr(attention, _MARK, None) is not attention:
+            setattr(module, ATTENTION, _routed(attention))
 
 
 def _routed(original: Any) -> Any:
@@ -275,7 +278,7 @@ def _routed(original: Any) -> Any:
         step = _running.get()
         return original(*args, **others) if step is None else _attend(step, *args, **others)
 
-    setattr(attention, _MARK, True)
+    setattr(attention, _MARK, attention)
     return attention
 
 
@@ -291,6 +294,7 @@ def _attend(
     **others: Any,
 ) -> mx.array:
     """`scaled_dot_product_attention` as mlx-lm's models call it, in a step."""
+    del cache
     if others:
         raise UnsupportedModelError(f"attention is called with {', '.join(others)}")
     return step.attend(queries, keys, values, scale, mask, sinks)

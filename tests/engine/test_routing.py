@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from unittest.mock import patch
@@ -53,6 +54,34 @@ def test_an_attention_that_others_replaced_is_wrapped_in_turn():
         assert not calls
         assert request.tokens == alone(tiny("llama"), prompt, 4)
         assert calls
+
+
+def test_an_attention_that_others_made_of_the_wrapper_is_wrapped_in_turn():
+    """`functools.wraps` copies all attributes."""
+    module = sys.modules[type(tiny("llama")).__module__]
+    engine = Engine(tiny("llama"), 64)
+    prompt = prompts_of("llama", (9,))[0]
+
+    @functools.wraps(getattr(module, ATTENTION))
+    def theirs(*arguments, **others):
+        return base_attention(*arguments, **others)
+
+    with patch.object(module, ATTENTION, theirs):
+        for each in (engine, Engine(tiny("llama"), 64)):
+            request = each.submit(prompt, max_tokens=4)
+            run(each)
+            assert request.tokens == alone(tiny("llama"), prompt, 4)
+
+
+def test_a_module_that_is_imported_anew_is_not_looked_for():
+    name = type(tiny("llama")).__module__
+    prompt = prompts_of("llama", (9,))[0]
+    engine = Engine(tiny("llama"), 64)
+    with patch.dict(sys.modules):
+        del sys.modules[name]
+        request = engine.submit(prompt, max_tokens=4)
+        run(engine)
+    assert request.tokens == alone(tiny("llama"), prompt, 4)
 
 
 def test_an_interrupted_step_blocks_nobody():
