@@ -159,14 +159,16 @@ class FlatModel:
         the values of the last one show it. Nothing is evaluated. Raises `UnsupportedModelError`,
         and what the cache raises.
         """
-        step, logits = self._run(cache, tokens)
-        values = step.rows[next(reversed(step.rows))][1]
-        # The layers hold on to the step, which must not keep its rows alive.
-        step.rows.clear()
+        step = _Step(cache)
+        try:
+            logits = self._run(step, tokens)
+            values = step.rows[next(reversed(step.rows))][1]
+        finally:
+            # The layers and what was raised hold on to the step, which must not keep its rows.
+            step.rows.clear()
         return logits[:, -1, :], mx.isfinite(values.astype(mx.float32).sum(axis=(1, 2, 3)))
 
-    def _run(self, cache: StepBackend, tokens: mx.array) -> tuple[_Step, mx.array]:
-        step = _Step(cache)
+    def _run(self, step: _Step, tokens: mx.array) -> mx.array:
         for layer in self._layers:
             layer.step = step
         _route_attention(self._modules)
@@ -177,7 +179,7 @@ class FlatModel:
             raise UnsupportedModelError(
                 f"cache layers {others} were not updated, or their attention went past {ATTENTION}"
             )
-        return step, logits
+        return logits
 
     def _call(self, step: _Step, tokens: mx.array) -> mx.array:
         _running.set(step)
@@ -194,7 +196,8 @@ class FlatModel:
         cache = MLXCellCache(traced.geometry, CacheConfig(capacity=4, initial_capacity=4))
         try:
             cache.declare_step([(cache.new(), 2), (cache.new(), 1)])
-            step, logits = self._run(cache, mx.zeros((3,), mx.int32))
+            step = _Step(cache)
+            logits = self._run(step, mx.zeros((3,), mx.int32))
         except KVCacheError as error:
             raise self._unsupported(error) from error
         except _MODEL_ERRORS as error:
