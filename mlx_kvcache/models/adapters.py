@@ -11,6 +11,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_kvcache.errors import ModelFormatError, ModelNotFoundError
+from mlx_kvcache.facts.files import expanded
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapters.safetensors"
@@ -34,7 +35,7 @@ def adapter_directory(path: str | Path) -> Path:
     Raises ModelNotFoundError for a directory or a file that is missing, ModelFormatError for a
     config that is no JSON object.
     """
-    directory = Path(path).expanduser()
+    directory = expanded(path)
     if not directory.is_dir():
         raise ModelNotFoundError(
             f"there is no adapter directory {directory}; pass the one that mlx-lm's fine-tuning "

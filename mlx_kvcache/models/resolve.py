@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_kvcache.errors import ConfigError, ModelFormatError, ModelNotFoundError
+from mlx_kvcache.facts.files import expanded
 from mlx_kvcache.models.convert import convert_cached
 from mlx_kvcache.models.demos import DEMOS, demo_directory
 from mlx_kvcache.models.gguf_config import config_from
@@ -68,7 +69,7 @@ def parse_config(path: Path) -> dict[str, Any]:
 
 
 def _existing(text: str) -> Path | None:
-    path = Path(text).expanduser()
+    path = expanded(text)
     return path if text and path.exists() else None
 
 

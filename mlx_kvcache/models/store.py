@@ -13,6 +13,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from mlx_kvcache.facts.files import expanded
+
 HOME_VARIABLE = "MLX_KVCACHE_HOME"
 
 #: In a model's directory: what it was made of. Its time of change is that of its last use.
@@ -25,9 +27,9 @@ def home() -> Path:
     `$MLX_KVCACHE_HOME`, else `$XDG_CACHE_HOME/mlx_kvcache`, else `~/.cache/mlx_kvcache`.
     """
     if own := os.environ.get(HOME_VARIABLE):
-        return Path(own).expanduser()
+        return expanded(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "mlx_kvcache"
+        return expanded(shared) / "mlx_kvcache"
     return Path.home() / ".cache" / "mlx_kvcache"
 
 

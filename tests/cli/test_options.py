@@ -319,6 +319,8 @@ def test_what_cannot_be_is_refused_before_a_model_is_looked_for(run, monkeypatch
         ("bytes", "bytes is not valid UTF-8"),
         ("empty", "the prompt is empty"),
         ("a\0b", "is no name of a file"),
+        ("empty/x", "there is no file"),
+        ("x" * 300, "there is no file"),
     ],
 )
 def test_a_prompt_file_that_is_none(run, llama, tmp_path, name, said):
