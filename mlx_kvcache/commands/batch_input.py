@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from mlx_kvcache.commands.batch_fields import with_fields
-from mlx_kvcache.commands.batch_lines import SYSTEM_ROLES, Content, read_json, take_content
+from mlx_kvcache.commands.batch_lines import SYSTEM_ROLES, Content, read_fields, take_content
 from mlx_kvcache.commands.console import decoded
 from mlx_kvcache.commands.flags import CACHE, check_integer, flag
 from mlx_kvcache.commands.named_files import read_named
@@ -147,7 +147,7 @@ def parse_lines(
             continue
         label = None
         try:
-            fields = read_json(line)
+            fields = read_fields(line)
             label = fields.pop("id", None)
             prompts.append(_prompt(number, fields, seeded, label))
         except KVCacheError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
@@ -26,6 +25,7 @@ from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.facts.checks import shortened
 from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_SPARE
 from mlx_kvcache.facts.files import expanded
+from mlx_kvcache.facts.json_text import read_json
 
 _DTYPES = "float32, float16 or bfloat16"
 
@@ -287,8 +287,8 @@ def parse_windows(text: str) -> tuple[int, ...]:
 def parse_template_args(text: str) -> dict[str, Any]:
     """The arguments of a JSON object. Raises `ConfigError` for anything else."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = read_json(text)
+    except ValueError as error:
         raise ConfigError(
             f"--chat-template-args is not valid JSON ({error}), got {shortened(text)}"
         ) from error

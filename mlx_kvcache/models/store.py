@@ -14,6 +14,7 @@ from typing import Any
 from filelock import FileLock
 
 from mlx_kvcache.facts.files import expanded
+from mlx_kvcache.facts.json_text import read_json
 
 HOME_VARIABLE = "MLX_KVCACHE_HOME"
 
@@ -101,8 +102,8 @@ def write_source(directory: Path, source: Source) -> None:
 def read_source(directory: Path) -> Source | None:
     """What the model in `directory` was made of; None where nothing, or nonsense, is noted."""
     try:
-        return Source(**json.loads((directory / SOURCE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return Source(**read_json((directory / SOURCE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
 
 
