@@ -248,6 +248,24 @@ def test_many_small_growths_are_looked_at_together(monkeypatch: pytest.MonkeyPat
             try_step(run, 8)
 
 
+@pytest.mark.parametrize("cache_class", SHARED)
+def test_what_is_only_asked_counts_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, cache_class: type[Any]
+) -> None:
+    machine = Machine()
+    monkeypatch.setattr(memory, "available_bytes", machine.available_bytes)
+    monkeypatch.setattr(memory, "_unchecked", memory._Unchecked())
+    cache = made(cache_class, initial_capacity=2)
+    step(cache, [(0, 2)])
+    before = memory._unchecked.bytes
+    for _ in range(5):
+        cache.check_room({0: 300}, (30,))
+    assert memory._unchecked.bytes == before > 0
+    step(cache, [(0, 9)])
+    assert memory._unchecked.bytes > before
+    assert machine.asked == 0
+
+
 def test_the_old_rows_count_while_they_are_copied() -> None:
     assert growth_bytes([(0, 10), (0, 20)]) == 30
     assert growth_bytes([(10, 20)]) == 20
