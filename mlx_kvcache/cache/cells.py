@@ -240,7 +240,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
             self.geometry.layers, stores, form or RowForm.least(kv_dtype), least, most, floor
         )
         room = self._room if form is None else cells
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         self._cells, self._room = cells, room
 
     def _check_single_answer(self, step: DeclaredStep) -> None:

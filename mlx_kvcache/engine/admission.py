@@ -86,7 +86,7 @@ class Admission:
         tokens = session.tokens
         if not request.begin:
             begin, end = len(tokens) + len(request.prompt), len(tokens)
-            # One statement, which an interrupt finds done or not begun.
+            # One statement.
             request.begin, tokens[end:] = begin, request.prompt
         unread = len(session.history.pending)
         request.started = perf_counter()
