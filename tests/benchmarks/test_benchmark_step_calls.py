@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.models import llama
+from mlx_lm.models.base import scaled_dot_product_attention
 from step_calls import CASES, PACKAGE, app, calls_of, count
 
 from mlx_kvcache import CacheGeometry, LayerGeometry, LayerPolicy
+from mlx_kvcache.integrations.attention import ATTENTION
 from tests.support.command_lines import run_app
 
 #: The most files and calls of a step over two layers.
@@ -21,6 +24,12 @@ LIMITS = {
     "engine, a decode step (cell)": (9, 90),
     "engine, a decode step (batched)": (12, 125),
 }
+
+
+@pytest.fixture(autouse=True)
+def _unrouted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes off what an engine of another test has wrapped for good."""
+    monkeypatch.setattr(llama, ATTENTION, scaled_dot_product_attention)
 
 
 def test_a_call_is_counted_where_its_code_lies() -> None:
