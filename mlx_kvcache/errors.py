@@ -150,7 +150,7 @@ class FaceError(KVCacheError, TypeError):
 
 
 class SessionError(KVCacheError, RuntimeError):
-    """A session used before it is opened, after it is closed, or entered twice."""
+    """A session used before it is opened, after it is closed, or entered twice; a busy engine."""
 
 
 class NoActiveCacheError(KVCacheError, RuntimeError):

@@ -28,11 +28,12 @@ def affordable_cells(
     least: int,
     most: int,
     floor: int = 0,
+    grows: bool = True,
 ) -> int:
     """The most cells, from `least` to `most`, for which there is memory.
 
-    floor: those that there will be at least. Raises `MemoryLimitError` when there is none for
-    `least`.
+    floor: those that there will be at least. grows: whether they are taken then. Raises
+    `MemoryLimitError` when there is none for `least`.
     """
     pools = [
         (store.rows, form.row_bytes(layer)) for store, layer in zip(stores, layers, strict=True)
@@ -45,4 +46,4 @@ def affordable_cells(
         return bare_cost(max(count, floor))
 
     what = f"rows for {max(least, floor)} cells"
-    return affordable(least, most, cost, what, Named(most, bare_cost, "cells"))
+    return affordable(least, most, cost, what, Named(most, bare_cost, "cells"), grows)

@@ -169,7 +169,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
         if cells > max(store.rows for store in self._stores):
             kv_dtype, stores = self.config.kv_dtype, self._stores
             form = cell_form(stores, kv_dtype, None) or RowForm.least(kv_dtype)
-            affordable_cells(self.geometry.layers, stores, form, cells, cells)
+            affordable_cells(self.geometry.layers, stores, form, cells, cells, grows=False)
 
     def defragment(self) -> int:
         """Move the rows together, sequence after sequence, and give spare memory back.
@@ -240,7 +240,7 @@ class MLXCellCache(MLXSharedCache[CellLayout, "CellStep"]):
             self.geometry.layers, stores, form or RowForm.least(kv_dtype), least, most, floor
         )
         room = self._room if form is None else cells
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         self._cells, self._room = cells, room
 
     def _check_single_answer(self, step: DeclaredStep) -> None:

@@ -80,7 +80,7 @@ class SequenceGrowth:
 
     def reserve(self, length: int, form: RowForm, held: RowForm | None) -> None:
         """Let every layer have the rows of `length` positions. Raises as `make_room`."""
-        check_lengths([Wanted(self, length, form, held)])
+        check_lengths([Wanted(self, length, form, held)], grows=True)
         for step in self._distinct:
             step.reserve(length)
         if self._sequence.length:
@@ -151,16 +151,19 @@ def affordable_lengths(wanted: Sequence[Wanted]) -> list[int]:
 
     Raises `MemoryLimitError` when there is none for their ends.
     """
-    parts = _affordable_parts(wanted, PARTS)
+    parts = _affordable_parts(wanted, PARTS, grows=True)
     return [each.part(parts) for each in wanted]
 
 
-def check_lengths(wanted: Sequence[Wanted]) -> None:
-    """Raise `MemoryLimitError` unless there is memory for the ends of all."""
-    _affordable_parts(wanted, 0)
+def check_lengths(wanted: Sequence[Wanted], grows: bool = False) -> None:
+    """Raise `MemoryLimitError` unless there is memory for the ends of all.
+
+    grows: whether it is taken then.
+    """
+    _affordable_parts(wanted, 0, grows)
 
 
-def _affordable_parts(wanted: Sequence[Wanted], most: int) -> int:
+def _affordable_parts(wanted: Sequence[Wanted], most: int, grows: bool) -> int:
     def cost(parts: int) -> int:
         return sum(each.bytes_for(each.part(parts)) for each in wanted)
 
@@ -169,4 +172,5 @@ def _affordable_parts(wanted: Sequence[Wanted], most: int) -> int:
 
     rows = sum(each.growth.rows_for(each.end) for each in wanted)
     units = "positions" if len(wanted) == 1 else f"positions in each of {len(wanted)} sequences"
-    return affordable(0, most, cost, f"rows for {rows} positions", Named(rows, bare_cost, units))
+    named = Named(rows, bare_cost, units)
+    return affordable(0, most, cost, f"rows for {rows} positions", named, grows)

@@ -119,7 +119,7 @@ class SequenceLayer:
         values = slice_update(store.values, values, steps.start, ROW_AXIS)  # type: ignore[arg-type]
         store.keys, store.values = keys, values
         sequence = self.sequence
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         self.offset, sequence.unwritten = steps.end, sequence.unwritten - 1
         stop = steps.stop
         if not stop:
@@ -139,7 +139,7 @@ class SequenceLayer:
         """Hold the buffers that a step up to `end`, which has begun, has written elsewhere."""
         store, sequence = self.store, self.sequence
         store.keys, store.values = keys, values
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         self.offset, sequence.unwritten = end, sequence.unwritten - 1
 
     def write(self, keys: mx.array, values: mx.array) -> RowView:
@@ -188,7 +188,7 @@ class SequenceLayer:
             store.write(step.placement, keys, values)
             view = store.read(step.read)
         sequence = self.sequence
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         self.store, self.offset, sequence.unwritten = store, step.end, sequence.unwritten - 1
         if not sequence.unwritten:
             sequence.kept = None
@@ -414,7 +414,7 @@ class SequenceLayer:
             geometry, batch = self.geometry, self.batch
             key_shape = (batch, geometry.kv_heads, 1, geometry.key_dim)
             value_shape = (batch, geometry.kv_heads, 1, geometry.value_dim)
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         self._key_dtype, self._value_dtype, self._key_shape, self._value_shape = (
             key_dtype, value_dtype, key_shape, value_shape,
         )  # fmt: skip

@@ -314,7 +314,7 @@ class PolicySteps:
         return self._ring.whole(rows) if self._ring else rows
 
     def _grow_to(self, rows: int) -> None:
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         self.rows, self._behind = rows, set(self._allocated)
 
     def _forget_masks(self, position: int) -> None:

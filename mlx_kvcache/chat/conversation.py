@@ -183,7 +183,7 @@ class Conversation:
         script = _script_of(self.tokenizer, options)
         tokens, turns = list(saved.tokens), list(saved.turns)
         self.history.make_way(tokens)
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         self.history.tokens, self._turns, self.options, self._script = (
             tokens, turns, options, script,
         )  # fmt: skip
@@ -286,7 +286,7 @@ class Conversation:
         """Forget the tokens from `position` on, if not the rows before it; `turns` are left."""
         tokens = self.tokens[:position]
         self.history.make_way(tokens)
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         self.history.tokens, self._turns = tokens, turns
         missing = len(self.history.pending)
         if missing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NoReturn
 
 from mlx_kvcache.chat.turns import ENDS, Turn
 from mlx_kvcache.errors import TranscriptError
+from mlx_kvcache.facts.json_text import read_json
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class _Reader:
             if not data.endswith(b"\n"):
                 self._refuse("has no end; the file is cut short")
             try:
-                message = json.loads(data)
-            except (ValueError, RecursionError):
+                message = read_json(data)
+            except ValueError:
                 self._refuse("is not JSON; the file is damaged, or no saved conversation")
             if not isinstance(message, dict):
                 self._refuse("is not a message; the file is no saved conversation")

@@ -82,7 +82,7 @@ class ResultsFile:
 
         It does so with its first result, whole: until then the old one stands as it is.
         """
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+        partial = path.with_name(f".{uuid.uuid4().hex}.partial")
         descriptor = _create(partial, stat.S_IMODE(os.fstat(held).st_mode))
         results = cls(path, descriptor, len(kept), partial)
         try:

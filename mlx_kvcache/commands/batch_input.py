@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 from mlx_kvcache.commands.batch_fields import with_fields
-from mlx_kvcache.commands.batch_lines import SYSTEM_ROLES, Content, read_json, take_content
+from mlx_kvcache.commands.batch_lines import SYSTEM_ROLES, Content, read_fields, take_content
 from mlx_kvcache.commands.console import decoded
 from mlx_kvcache.commands.flags import CACHE, check_integer, flag
+from mlx_kvcache.commands.named_files import read_named
 from mlx_kvcache.commands.options import RunOptions
 from mlx_kvcache.errors import ConfigError, KVCacheError
 
@@ -112,15 +112,6 @@ class Refusal:
     label: Any = None
 
 
-def _read_file(name: str) -> bytes:
-    try:
-        return Path(name).read_bytes()
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no file {name} to read prompts from") from error
-    except IsADirectoryError as error:
-        raise ConfigError(f"{name} is a directory; give a file of prompts") from error
-
-
 def read_lines(source: str | None) -> list[str]:
     """The lines of a file, or of standard input when `source` is "-" or None.
 
@@ -129,7 +120,7 @@ def read_lines(source: str | None) -> list[str]:
     if source is None and sys.stdin.isatty():
         raise ConfigError("there are no prompts; give a file, or pipe some into standard input")
     from_stdin = source is None or source == "-"
-    data = sys.stdin.buffer.read() if from_stdin else _read_file(str(source))
+    data = sys.stdin.buffer.read() if from_stdin else read_named(str(source), "prompts")
     text = decoded(data, "standard input" if from_stdin else str(source))
     # Only real line ends: JSON and prose may contain the other separators of str.splitlines.
     return [line.removesuffix("\r") for line in text.split("\n")]
@@ -156,7 +147,7 @@ def parse_lines(
             continue
         label = None
         try:
-            fields = read_json(line)
+            fields = read_fields(line)
             label = fields.pop("id", None)
             prompts.append(_prompt(number, fields, seeded, label))
         except KVCacheError as error:

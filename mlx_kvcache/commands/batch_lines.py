@@ -10,6 +10,7 @@ from typing import Any
 from mlx_kvcache.chat.text import Message
 from mlx_kvcache.commands.batch_fields import check_names, check_text, option_names
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.json_text import read_json
 
 #: What one line says: one prompt, or the messages of a conversation.
 Content = str | tuple[Message, ...]
@@ -26,10 +27,10 @@ _PATHS = {"/v1/chat/completions": False, "/v1/completions": True}
 _AS_IT_IS: Mapping[str, object] = {"n": 1, "stream": False}
 
 
-def read_json(line: str) -> dict[str, Any]:
+def read_fields(line: str) -> dict[str, Any]:
     """The fields of a line, their names checked; a string is a prompt. Raises `ConfigError`."""
     try:
-        content = json.loads(
+        content = read_json(
             line, object_pairs_hook=_fields_once, parse_float=_finite, parse_constant=_finite
         )
     except ConfigError:
@@ -39,7 +40,7 @@ def read_json(line: str) -> dict[str, Any]:
             f"not valid JSON ({error.msg} at column {error.colno}); repair it, or use --text for "
             "plain text"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         # An integer of thousands of digits, or thousands of brackets.
         raise ConfigError(f"not valid JSON ({error}); repair it") from error
     fields = {"prompt": content} if isinstance(content, str) else content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from mlx_kvcache.commands.batch_file import ResultsFile, hold
 from mlx_kvcache.commands.batch_input import Prompt
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.json_text import read_json
 
 #: What every result begins with.
 _BEGINNING = b'{"line": '
@@ -125,9 +125,9 @@ def _earlier(held: int, output: Path) -> Earlier:
     kept = []
     for place, line in enumerate(whole.splitlines(keepends=True), 1):
         try:
-            result = json.loads(line)
+            result = read_json(line)
             number, failure, hashed = result["line"], result["error"], result["input_hash"]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise _no_results(output, place) from error
         if failure is not None:
             continue

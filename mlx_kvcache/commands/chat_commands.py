@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from mlx_kvcache.chat.conversation import Conversation
 from mlx_kvcache.chat.token_cache import TokenCache
@@ -15,7 +14,8 @@ from mlx_kvcache.commands.chat_input import history_path
 from mlx_kvcache.commands.figures import size_text
 from mlx_kvcache.commands.generate_report import cache_line, memory_line
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.facts.files import replacing
+from mlx_kvcache.facts.checks import whole_number
+from mlx_kvcache.facts.files import expanded, replacing
 
 MAIN = "main"
 
@@ -96,10 +96,11 @@ def _reset(room: Room) -> Outcome:
 
 def _undo(room: Room, count: str | None = None) -> Outcome:
     conversation = room.conversation
+    dropped = whole_number(count or "")
     if count is None:
         conversation.undo()
-    elif count.isdecimal():
-        conversation.drop(int(count))
+    elif dropped is not None:
+        conversation.drop(dropped)
     else:
         raise COMMANDS["/undo"].misused()
     return _told(f"back to {_extent(conversation)}")
@@ -176,15 +177,14 @@ def _save(room: Room, *arguments: str) -> Outcome:
     names = [argument for argument in arguments if argument != "--force"]
     if len(names) != 1 or len(arguments) != 1 + force or not names[0]:
         raise COMMANDS["/save"].misused()
-    path = Path(names[0]).expanduser()
+    path = expanded(names[0])
     conversation = room.conversation
     messages = messages_of(conversation.transcript, conversation.answer_text)
     if not messages:
         raise ConfigError("there is nothing to save; the conversation is empty")
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; add --force to overwrite it")
-    # A link leads to the file that is meant.
-    with replacing(path.resolve()) as partial, partial.open("w", encoding="utf-8") as file:
+    with replacing(path, follow=True) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in messages)
     return _told(f"{len(messages)} message{'' if len(messages) == 1 else 's'} written to {path}")
 
@@ -192,7 +192,7 @@ def _save(room: Room, *arguments: str) -> Outcome:
 def _load(room: Room, name: str) -> Outcome:
     if not name:
         raise COMMANDS["/load"].misused()
-    conversation, path = room.conversation, Path(name).expanduser()
+    conversation, path = room.conversation, expanded(name)
     size = vocabulary_size(conversation.cached.model, conversation.tokenizer)
     saved = read_transcript(path, size, conversation.answer_text)
     conversation.load(saved)

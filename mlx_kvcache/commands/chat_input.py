@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mlx_kvcache.commands.console import decoded
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.files import expanded
 
 #: Answers the next message after a prompt, without its end; None when there is no more.
 Read = Callable[[str], str | None]
@@ -51,7 +52,7 @@ def reader(commands: Mapping[str, str]) -> Read:
 def history_path() -> Path:
     """Where what was typed is kept: `$XDG_STATE_HOME`, else `~/.local/state`, `mlx_kvcache/`."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "mlx_kvcache" / "chat_history"
+    return expanded(state) / "mlx_kvcache" / "chat_history"
 
 
 def _piped_line(_prompt: str) -> str | None:

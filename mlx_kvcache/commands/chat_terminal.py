@@ -105,7 +105,7 @@ class MessageHistory(History):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # What people say is theirs alone.
             with (
-                replacing(self._path.resolve(), mode=0o600) as partial,
+                replacing(self._path, mode=0o600, follow=True) as partial,
                 partial.open("w", encoding="utf-8", errors="replace", newline="\n") as file,
             ):
                 file.writelines(entry.replace("\n", _LINE_END) + "\n" for entry in entries)

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +13,7 @@ import typer
 from mlx_kvcache.commands.console import decoded, print_note, write_json
 from mlx_kvcache.commands.flags import OUTPUT, PROMPT, check_integer, check_text, flag
 from mlx_kvcache.commands.loading import Loaded, load
+from mlx_kvcache.commands.named_files import read_named
 from mlx_kvcache.commands.options import SequenceOptions, with_flags
 from mlx_kvcache.errors import CapacityError, ConfigError
 
@@ -120,7 +120,7 @@ def read_prompt(
         raise ConfigError(f"the prompt is given by {' and '.join(named)}; leave one of them out")
     prompt = argument if prompt_option is None else prompt_option
     if file not in (None, "-"):
-        prompt = _without_line_end(_read_file(str(file)), str(file))
+        prompt = _without_line_end(read_named(str(file), "the prompt"), str(file))
     elif prompt is None or prompt == "-":
         if not named and sys.stdin.isatty():
             raise ConfigError(
@@ -131,17 +131,6 @@ def read_prompt(
         raise ConfigError("the prompt is empty; give some text to continue or to answer")
     check_text("the prompt", prompt)
     return prompt
-
-
-def _read_file(name: str) -> bytes:
-    try:
-        return Path(name).expanduser().read_bytes()
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no file {name} to read the prompt from") from error
-    except IsADirectoryError as error:
-        raise ConfigError(f"--file {name} is a directory; give a file") from error
-    except ValueError as error:
-        raise ConfigError(f"--file {name!r} is no name of a file: {error}") from error
 
 
 def _without_line_end(data: bytes, name: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mlx_kvcache.commands.loading import position_limit
 from mlx_kvcache.facts.config import MAX_CAPACITY, CacheConfig, item_size
+from mlx_kvcache.facts.files import expanded
 from mlx_kvcache.facts.geometry import CacheGeometry
 from mlx_kvcache.facts.layer_kinds import LayerGroup, layer_groups
 from mlx_kvcache.layout.footprint import (
@@ -102,7 +102,7 @@ def read_model_config(name: str) -> Mapping[str, Any]:
 
     Raises `ModelNotFoundError`, `ModelFormatError`, `GeometryError` or `UnsupportedModelError`.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.suffix == ".json" and path.is_file():
         from mlx_kvcache.facts.hf.from_config import read_config
 

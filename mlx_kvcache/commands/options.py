@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any
 
 from mlx_kvcache.commands.flags import (
@@ -26,6 +24,8 @@ from mlx_kvcache.commands.sampling_options import SamplingOptions
 from mlx_kvcache.errors import ConfigError
 from mlx_kvcache.facts.checks import shortened
 from mlx_kvcache.facts.config import DEFAULT_INITIAL_CAPACITY, DEFAULT_SPARE
+from mlx_kvcache.facts.files import expanded
+from mlx_kvcache.facts.json_text import read_json
 
 _DTYPES = "float32, float16 or bfloat16"
 
@@ -155,7 +155,7 @@ class RunOptions(SamplingOptions):
         for window in self.cache_windows or ():
             check_integer("--windows", window, 0)
         self._check_texts()
-        if self.adapter_path is not None and not Path(self.adapter_path).expanduser().is_dir():
+        if self.adapter_path is not None and not expanded(self.adapter_path).is_dir():
             raise ConfigError(f"--adapter-path {self.adapter_path} is no directory")
         _ = self.template_args
         self._check_template_is_used()
@@ -297,8 +297,8 @@ def parse_windows(text: str) -> tuple[int, ...]:
 def parse_template_args(text: str) -> dict[str, Any]:
     """The arguments of a JSON object. Raises `ConfigError` for anything else."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = read_json(text)
+    except ValueError as error:
         raise ConfigError(
             f"--chat-template-args is not valid JSON ({error}), got {shortened(text)}"
         ) from error

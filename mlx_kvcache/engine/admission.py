@@ -20,8 +20,6 @@ class Admission:
         self._scheduler = scheduler
         self._sessions = sessions
         self._max_context = max_context
-        # The request for which there was no memory last, and those that ran then.
-        self._refused: tuple[Request, set[Request]] | None = None
 
     @property
     def free(self) -> int:
@@ -75,14 +73,9 @@ class Admission:
             return False
         if not self._scheduler.fits(self.need(request), self.free):
             return False
-        # As long as the same ones run, no memory comes back.
-        beside = (request, set(self._scheduler.unread))
-        if beside == self._refused:
-            return False
         try:
             self._check_memory(request)
         except MemoryLimitError:
-            self._refused = beside
             return False
         if session is None:
             session = (
@@ -93,7 +86,7 @@ class Admission:
         tokens = session.tokens
         if not request.begin:
             begin, end = len(tokens) + len(request.prompt), len(tokens)
-            # One statement, which an interrupt finds done or not begun.
+            # One statement.
             request.begin, tokens[end:] = begin, request.prompt
         unread = len(session.history.pending)
         request.started = perf_counter()

@@ -12,6 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx_kvcache.control.factory import BATCHED, CELL
 from mlx_kvcache.control.registry import CacheSession
 from mlx_kvcache.engine.admission import Admission
+from mlx_kvcache.engine.exclusive import exclusive
 from mlx_kvcache.engine.metrics import Metrics
 from mlx_kvcache.engine.passes import Passes
 from mlx_kvcache.engine.requests import (
@@ -61,6 +62,9 @@ class Engine:
     A step feeds every running request one token, and reads prompts with what is left of
     `step_tokens`. A request starts when its prompt and all of `max_tokens` fit into what is not
     taken or reserved; until then it waits, first come first served.
+
+    What is called from within a call of the same engine (by a sampler, a signal handler, a
+    finalizer) is refused with `SessionError`, but for `cancel` and what only looks.
 
     The cache has a key in the registry until `shutdown`, which a with-body calls at its end. Not
     for several threads at once, but for `Request.cancel`. Raises `UnsupportedModelError`,
@@ -147,6 +151,7 @@ class Engine:
         self._observe()
         return self._metrics
 
+    @exclusive
     def open(self) -> Session:
         """Begin an empty session, to be continued by `submit` and ended by `close`."""
         self._begin()
@@ -154,6 +159,7 @@ class Engine:
         self._is_whole = True
         return session
 
+    @exclusive
     def fork(self, session: Session, up_to: int | None = None) -> Session:
         """Begin a session with the same tokens, up to a position; cells are shared, not copied.
 
@@ -173,19 +179,10 @@ class Engine:
 
     def close(self, session: Session) -> None:
         """Forget a session, and cancel its request. Closing it again does nothing."""
-        if isinstance(session, Session) and session.sequence is None:
-            if not self._is_whole and self._owner.is_open:
-                # It may have been this that was interrupted.
-                self._begin()
-                self._is_whole = True
-            return
-        self._sessions.sequence(session)
-        self._begin()
-        if session.request is not None:
-            self._settle([ended(session.request, CANCELLED)])
-        self._sessions.forget(session)
-        self._is_whole = True
+        if not isinstance(session, Session) or session.sequence is not None:
+            self._close(session)
 
+    @exclusive
     def shutdown(self) -> None:
         """Cancel every request, close every session, and give back the cache's key.
 
@@ -197,8 +194,9 @@ class Engine:
         self._settle([ended(request, CANCELLED) for request in (*self.active, *self.waiting)])
         self._sessions.forget_all()
         self._owner.close()
-        self.compact()
+        self._compact()
 
+    @exclusive
     def submit(
         self,
         prompt: Sequence[int],
@@ -246,6 +244,7 @@ class Engine:
         self._is_whole = True
         return request
 
+    @exclusive
     def step(self) -> list[Event]:
         """Run one step, and answer what was done for whom; nothing when the engine is idle.
 
@@ -264,11 +263,12 @@ class Engine:
         What it was not asked for any more, the next `run` or `step` answers.
         """
         while self._events or not self.is_idle:
-            if not self._events and not self._advance():
-                self._admission.refuse_to_wait()
+            if not self._events:
+                self._go_on()
             while self._events:
                 yield self._events.pop(0)
 
+    @exclusive
     def follow(self, request: Request) -> None:
         """Run a step unless a request has ended; its events are told, those of others kept."""
         self._check_own(request)
@@ -284,8 +284,26 @@ class Engine:
         self._check_own(request)
         self._to_cancel.append(request)
 
+    @exclusive
     def compact(self) -> None:
         """Move the rows of cells together and give spare memory back. Copies what is held."""
+        self._compact()
+
+    @exclusive
+    def _close(self, session: Session) -> None:
+        self._sessions.sequence(session)
+        self._begin()
+        if session.request is not None:
+            self._settle([ended(session.request, CANCELLED)])
+        self._sessions.forget(session)
+        self._is_whole = True
+
+    @exclusive
+    def _go_on(self) -> None:
+        if not self._advance():
+            self._admission.refuse_to_wait()
+
+    def _compact(self) -> None:
         if not self._is_whole:
             self._mend()
         self._observe()

@@ -86,10 +86,11 @@ class Sessions:
 
     def forget(self, session: Session) -> None:
         """Give back what a session holds; nothing, when it is closed."""
-        sequence, session.sequence = session.sequence, None
+        # A session that is closed holds nothing: an interrupt leaves it open until then.
+        if session.sequence in self.cache.sequences:
+            self.cache.remove(session.sequence)
+        session.sequence = None
         self._live.discard(session)
-        if sequence is not None:
-            self.cache.remove(sequence)
 
     def forget_all(self) -> None:
         """Give back what all sessions hold."""
@@ -102,7 +103,10 @@ class Sessions:
             self.cache.defragment()  # type: ignore[attr-defined]
 
     def sweep(self) -> None:
-        """Remove the sequences of which no session is left: a verb was interrupted."""
+        """Remove sequences without a session, and the reverse: a verb was interrupted."""
+        for session in tuple(self._live):
+            if session.sequence not in self.cache.sequences:
+                self.forget(session)
         held = {session.sequence for session in self._live}
         for sequence in self.cache.sequences:
             if sequence not in held:

@@ -17,7 +17,19 @@ def is_integer(
     return (minimum is None or value >= minimum) and (maximum is None or value <= maximum)
 
 
+def whole_number(text: str) -> int | None:
+    """The number >= 0 that decimal digits stand for; None for other text, or too many of them."""
+    try:
+        return int(text) if text.isdecimal() else None
+    except ValueError:
+        return None
+
+
 def shortened(value: object) -> str:
     """The repr of a value for a message, cut to 80 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no integer of thousands of digits.
+        return f"a {type(value).__name__} of thousands of digits"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -6,18 +6,21 @@ before anything is indexed or allocated.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 
 from mlx_kvcache.errors import ConfigError, GeometryError
-from mlx_kvcache.facts.checks import is_integer, shortened
+from mlx_kvcache.facts.checks import is_integer, shortened, whole_number
 from mlx_kvcache.facts.geometry import CacheGeometry
 
 #: MLX indexes rows with 32-bit integers, so no cache can hold more positions than this.
 MAX_CAPACITY = 2**31 - 1
 DEFAULT_INITIAL_CAPACITY = 512
+#: Says how many bytes can be had, in place of what the machine says.
+LIMIT_VARIABLE = "MLX_KVCACHE_MEMORY"
 #: Spare rows of a ring: few, since every decode step of a wrapped ring reads them too.
 DEFAULT_SPARE = 64
 #: Bytes of one number in each storage dtype, by name.
@@ -77,6 +80,18 @@ def item_size(kv_dtype: str | None) -> int:
     return ITEM_SIZES[kv_dtype]
 
 
+def memory_limit() -> int | None:
+    """The bytes that every growth may take, by MLX_KVCACHE_MEMORY; None where that says nothing.
+
+    Raises `ConfigError` when it is no number.
+    """
+    said = os.environ.get(LIMIT_VARIABLE, "").strip()
+    limit = whole_number(said)
+    if said and limit is None:
+        raise ConfigError(f"{LIMIT_VARIABLE} must be a number of bytes, got {shortened(said)}")
+    return limit
+
+
 def validate(geometry: CacheGeometry, config: CacheConfig) -> None:
     """Raise `ConfigError` or `GeometryError` unless the two can make a cache together.
 
@@ -101,6 +116,7 @@ def validate(geometry: CacheGeometry, config: CacheConfig) -> None:
             "leave it out where it is not known"
         )
     item_size(config.kv_dtype)
+    memory_limit()
 
 
 def _outside_of_package() -> int:

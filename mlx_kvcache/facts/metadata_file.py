@@ -9,6 +9,7 @@ from pathlib import Path
 from mlx_kvcache.errors import MetadataError, ModelNotFoundError
 from mlx_kvcache.facts.files import replacing
 from mlx_kvcache.facts.geometry import CacheGeometry
+from mlx_kvcache.facts.json_text import read_json
 from mlx_kvcache.facts.metadata import metadata_of
 
 METADATA_FILE = "kv_cache.json"
@@ -46,7 +47,7 @@ def read_metadata(path: str | PathLike[str]) -> CacheGeometry:
     if file.is_dir():
         file = file / METADATA_FILE
     try:
-        return CacheGeometry.from_metadata(json.loads(file.read_text(encoding="utf-8")))
+        return CacheGeometry.from_metadata(read_json(file.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ModelNotFoundError(
             f"there is no cache metadata at {file}; write_metadata(geometry, directory) makes it, "
@@ -54,5 +55,5 @@ def read_metadata(path: str | PathLike[str]) -> CacheGeometry:
         ) from error
     except MetadataError as error:
         raise MetadataError(f"{file}: {error}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise MetadataError(f"{file} cannot be read as JSON: {error}") from error

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +30,7 @@ from mlx_kvcache.integrations.agreement import logits_agree
 from mlx_kvcache.integrations.tracing import TracedGeometry, trace_geometry
 
 ATTENTION = "scaled_dot_product_attention"
-#: The attribute by which a wrapper of it is known.
+#: The attribute by which a wrapper of it is known: it holds the wrapper itself.
 _MARK = "_mlx_kvcache_routed"
 #: What a model raises that makes something else of its cache than this protocol.
 _MODEL_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, NotImplementedError)
@@ -156,14 +157,16 @@ class FlatModel:
         the values of the last one show it. Nothing is evaluated. Raises `UnsupportedModelError`,
         and what the cache raises.
         """
-        step, logits = self._run(cache, tokens)
-        values = step.rows[next(reversed(step.rows))][1]
-        # The layers hold on to the step, which must not keep its rows alive.
-        step.rows.clear()
+        step = _Step(cache)
+        try:
+            logits = self._run(step, tokens)
+            values = step.rows[next(reversed(step.rows))][1]
+        finally:
+            # The layers and what was raised hold on to the step, which must not keep its rows.
+            step.rows.clear()
         return logits[:, -1, :], mx.isfinite(values.astype(mx.float32).sum(axis=(1, 2, 3)))
 
-    def _run(self, cache: StepBackend, tokens: mx.array) -> tuple[_Step, mx.array]:
-        step = _Step(cache)
+    def _run(self, step: _Step, tokens: mx.array) -> mx.array:
         for layer in self._layers:
             layer.step = step
         _route_attention(self._modules)
@@ -174,7 +177,7 @@ class FlatModel:
             raise UnsupportedModelError(
                 f"cache layers {others} were not updated, or their attention went past {ATTENTION}"
             )
-        return step, logits
+        return logits
 
     def _call(self, step: _Step, tokens: mx.array) -> mx.array:
         _running.set(step)
@@ -191,7 +194,8 @@ class FlatModel:
         cache = MLXCellCache(traced.geometry, CacheConfig(capacity=4, initial_capacity=4))
         try:
             cache.declare_step([(cache.new(), 2), (cache.new(), 1)])
-            step, logits = self._run(cache, mx.zeros((3,), mx.int32))
+            step = _Step(cache)
+            logits = self._run(step, mx.zeros((3,), mx.int32))
         except KVCacheError as error:
             raise self._unsupported(error) from error
         except _MODEL_ERRORS as error:
@@ -241,22 +245,24 @@ class FlatModel:
         )
 
 
-def _attention_modules(model: Module) -> tuple[str, ...]:
+def _attention_modules(model: Module) -> tuple[ModuleType, ...]:
     """The modules of the model's parts that call `scaled_dot_product_attention`."""
     names = {type(part).__module__ for _, part in model.named_modules()}  # type: ignore[no-untyped-call]
-    return tuple(sorted(name for name in names if hasattr(sys.modules.get(name), ATTENTION)))
+    modules = (sys.modules.get(name) for name in sorted(names))
+    return tuple(module for module in modules if module and hasattr(module, ATTENTION))
 
 
-def _route_attention(modules: Sequence[str]) -> None:
+def _route_attention(modules: Sequence[ModuleType]) -> None:
     """Wrap the attention of these modules, unless it is wrapped.
 
     No lock and no way back: of two threads that come here at once the last one's wrapper stays, and
     either is right; taking it off could take it from a step of another thread.
     """
-    for name in modules:
-        attention = getattr(sys.modules[name], ATTENTION)
-        if not hasattr(attention, _MARK):
-            setattr(sys.modules[name], ATTENTION, _routed(attention))
+    for module in modules:
+        attention = getattr(module, ATTENTION)
+        # Whoever wraps it with `functools.wraps` copies the mark, but not the function.
+        if getattr(attention, _MARK, None) is not attention:
+            setattr(module, ATTENTION, _routed(attention))
 
 
 def _routed(original: Any) -> Any:
@@ -265,7 +271,7 @@ def _routed(original: Any) -> Any:
         step = _running.get()
         return original(*args, **others) if step is None else _attend(step, *args, **others)
 
-    setattr(attention, _MARK, True)
+    setattr(attention, _MARK, attention)
     return attention
 
 
@@ -281,6 +287,7 @@ def _attend(
     **others: Any,
 ) -> mx.array:
     """`scaled_dot_product_attention` as mlx-lm's models call it, in a step."""
+    del cache
     if others:
         raise UnsupportedModelError(f"attention is called with {', '.join(others)}")
     return step.attend(queries, keys, values, scale, mask, sinks)

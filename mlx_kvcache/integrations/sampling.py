@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.facts.checks import is_integer
+from mlx_kvcache.facts.checks import is_integer, shortened
 from mlx_kvcache.facts.config import MAX_CAPACITY
 
 #: Takes log-probabilities [1, vocabulary] and answers a token [1], as mlx-lm's samplers do.
@@ -23,15 +22,21 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 _MAX_SEED = 2**64 - 1
-#: The least and the most that a number of `Sampling` may be, and how that is said.
+#: How far a number may be from 1, so that float32 holds what is computed with it.
+_LEAST, _MOST = 1e-30, 1e30
+_POSITIVE = f"a positive number, from {_LEAST} to {_MOST:.0e}"
+_EITHER = f"a number from {-_MOST:.0e} to {_MOST:.0e}"
+#: The least and the most that a number of `Sampling` may be, and how that is said. All but top_p
+#: may be 0.
 _BOUNDS: dict[str, tuple[float, float, str]] = {
-    "temp": (0, math.inf, "0 (greedy) or a positive number"),
+    "temp": (_LEAST, _MOST, f"0 (greedy) or {_POSITIVE}"),
+    "top_p": (_LEAST, 1, f"from {_LEAST} to 1"),
     "min_p": (0, 1, "between 0 and 1"),
     "xtc_probability": (0, 1, "between 0 and 1"),
     "xtc_threshold": (0, 0.5, "between 0 and 0.5"),
-    "repetition_penalty": (0, math.inf, "a positive number, or 0 or 1 (none)"),
-    "presence_penalty": (-math.inf, math.inf, "a number"),
-    "frequency_penalty": (-math.inf, math.inf, "a number"),
+    "repetition_penalty": (_LEAST, _MOST, f"{_POSITIVE}, or 0 or 1 (none)"),
+    "presence_penalty": (-_MOST, _MOST, _EITHER),
+    "frequency_penalty": (-_MOST, _MOST, _EITHER),
 }
 #: The least and the most that an integer of `Sampling` may be.
 _INTEGERS = {
@@ -69,38 +74,26 @@ class Sampling:
     frequency_context_size: int = 20
 
 
-#: The least temperature and total probability for which float32 computes what is meant.
-_SMALLEST = 1e-6
-
-
 def check_sampling(sampling: Sampling) -> None:
     """Raise `ConfigError`, which begins with the field's name, for a value that cannot be."""
     for name, (least, most, said) in _BOUNDS.items():
         value = getattr(sampling, name)
-        if not (_is_number(value) and least <= value <= most):
-            raise ConfigError(f"{name} must be {said}, got {value!r}")
-    if not (_is_number(sampling.top_p) and 0 < sampling.top_p <= 1):
-        raise ConfigError(f"top_p must be above 0 and at most 1, got {sampling.top_p!r}")
-    for name, instead in (("temp", "0, which is greedy"), ("top_p", "a temp of 0")):
-        value = getattr(sampling, name)
-        if 0 < value < _SMALLEST:
-            raise ConfigError(
-                f"{name} must be at least {_SMALLEST}, below which 32 bits cannot tell tokens "
-                f"apart, got {value!r}; give {instead}"
-            )
+        is_none = value == 0 and name != "top_p"
+        if not _is_number(value) or not (is_none or least <= value <= most):
+            raise ConfigError(f"{name} must be {said}, got {shortened(value)}")
     for name, (lowest, highest) in _INTEGERS.items():
         value = getattr(sampling, name)
         if not is_integer(value, lowest, highest):
             raise ConfigError(
-                f"{name} must be an integer from {lowest} to {highest}, got {value!r}"
+                f"{name} must be an integer from {lowest} to {highest}, got {shortened(value)}"
             )
     seed = sampling.seed
     if seed is not None and not is_integer(seed, 0, _MAX_SEED):
-        raise ConfigError(f"seed must be an integer from 0 to {_MAX_SEED}, got {seed!r}")
+        raise ConfigError(f"seed must be an integer from 0 to {_MAX_SEED}, got {shortened(seed)}")
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def greedy(logprobs: mx.array) -> mx.array:
@@ -128,14 +121,14 @@ def sampler_of(sampling: Sampling) -> Sampler:
         )
 
     def sampler(logprobs: mx.array) -> mx.array:
-        token: mx.array = of_vocabulary(logprobs.shape[-1])(logprobs)
+        token: mx.array = of_vocabulary(logprobs.shape[-1])(logprobs.astype(mx.float32))
         return token
 
     return sampler
 
 
 def processors_of(sampling: Sampling) -> list[Processor]:
-    """mlx-lm's logits processors for the penalties; none where nothing is penalized."""
+    """mlx-lm's logits processors for the penalties, in float32; none where nothing is penalized."""
     if not _penalties(sampling):
         return []
     from mlx_lm.sample_utils import make_logits_processors
@@ -150,7 +143,11 @@ def processors_of(sampling: Sampling) -> list[Processor]:
         sampling.frequency_penalty,
         sampling.frequency_context_size,
     )
-    return list(processors)
+    return [_widened, *processors]
+
+
+def _widened(_tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits.astype(mx.float32)
 
 
 def _penalties(sampling: Sampling) -> list[int]:
@@ -200,6 +197,7 @@ class Chooser:
 
 
 def _logprobs(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 

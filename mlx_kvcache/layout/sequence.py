@@ -176,7 +176,7 @@ class SequenceLayout:
             if position != self._length:
                 return
         high = self._high_water if self._high_water > end else end
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         (
             self._start, self._length, self._former_high_water, self._high_water, self.unwritten,
             self.kept,
@@ -277,7 +277,7 @@ class SequenceLayout:
         unwritten: int,
         kept: dict[int, Any] | None = None,
     ) -> None:
-        # One statement, which an interrupt finds done or not begun.
+        # One statement.
         (
             self._length, self._high_water, self._former_high_water, self._start, self.unwritten,
             self.kept,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +10,8 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_kvcache.errors import ModelFormatError, ModelNotFoundError
+from mlx_kvcache.facts.files import expanded
+from mlx_kvcache.facts.json_text import read_json
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapters.safetensors"
@@ -34,7 +35,7 @@ def adapter_directory(path: str | Path) -> Path:
     Raises ModelNotFoundError for a directory or a file that is missing, ModelFormatError for a
     config that is no JSON object.
     """
-    directory = Path(path).expanduser()
+    directory = expanded(path)
     if not directory.is_dir():
         raise ModelNotFoundError(
             f"there is no adapter directory {directory}; pass the one that mlx-lm's fine-tuning "
@@ -46,8 +47,8 @@ def adapter_directory(path: str | Path) -> Path:
             hint = "; it is PEFT's, of another format than mlx-lm's" if peft else ""
             raise ModelNotFoundError(f"there is no {name} in the adapter {directory}{hint}")
     try:
-        config = json.loads((directory / _CONFIG).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        config = read_json((directory / _CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ModelFormatError(f"{directory / _CONFIG} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelFormatError(f"{directory / _CONFIG} is not a JSON object")

@@ -13,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from mlx_kvcache.errors import ModelInUseError
+from mlx_kvcache.facts.files import expanded
 from mlx_kvcache.models.convert import entry_suffix
 from mlx_kvcache.models.demos import DEMOS
 from mlx_kvcache.models.store import (
@@ -65,7 +66,7 @@ class Entry:
         names = {self.name, self.name.partition("-v")[0]}
         if self.source is not None:
             names |= {self.source.name, self.source.origin}
-        return name in names or str(Path(name).expanduser().resolve()) in names
+        return name in names or os.path.realpath(expanded(name)) in names
 
 
 def entries() -> tuple[Entry, ...]:

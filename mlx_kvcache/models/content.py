@@ -13,6 +13,7 @@ from filelock import FileLock
 
 from mlx_kvcache.errors import ModelFormatError
 from mlx_kvcache.facts.files import replacing
+from mlx_kvcache.facts.json_text import read_json
 from mlx_kvcache.models.progress import showing, size_text
 from mlx_kvcache.models.store import home
 
@@ -97,7 +98,7 @@ def _hash(path: Path) -> str:
 def _read() -> dict[str, Any]:
     """The index; none where there is none, or it is not what was written."""
     try:
-        index = json.loads((home() / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        index = read_json((home() / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return index if isinstance(index, dict) else {}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mlx_kvcache.errors import ModelFormatError, UnsupportedModelError
+from mlx_kvcache.facts.hf.fields import MOST_LAYERS
 from mlx_kvcache.models.gguf_file import GGUFFile
 from mlx_kvcache.models.gguf_rope import rope_scaling
 
@@ -60,7 +61,7 @@ def _shared(file: GGUFFile, name: str) -> Config:
     return {
         "vocab_size": _vocab_size(file, hidden),
         "hidden_size": hidden,
-        "num_hidden_layers": _positive(file, f"{name}.block_count"),
+        "num_hidden_layers": _layers(file, f"{name}.block_count"),
         "intermediate_size": _positive(file, f"{name}.feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -155,6 +156,17 @@ def _positive(file: GGUFFile, key: str) -> int:
     if value < 1:
         raise ModelFormatError(f"{file.path.name}: metadata {key!r} is {value}, not positive")
     return value
+
+
+def _layers(file: GGUFFile, key: str) -> int:
+    count = _positive(file, key)
+    # Lists with an entry for each layer follow.
+    if count > MOST_LAYERS:
+        raise ModelFormatError(
+            f"{file.path.name}: metadata {key!r} is {count}, above {MOST_LAYERS} layers; the file "
+            "is damaged"
+        )
+    return count
 
 
 def _heads(file: GGUFFile, key: str) -> int:

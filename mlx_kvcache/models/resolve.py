@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from mlx_kvcache.errors import ConfigError, ModelFormatError, ModelNotFoundError
+from mlx_kvcache.facts.files import expanded
+from mlx_kvcache.facts.json_text import read_json
 from mlx_kvcache.models.convert import convert_cached
 from mlx_kvcache.models.demos import DEMOS, demo_directory
 from mlx_kvcache.models.gguf_config import config_from
@@ -59,8 +60,8 @@ def read_config(name: str | Path, *, revision: str | None = None) -> dict[str, A
 def parse_config(path: Path) -> dict[str, Any]:
     """The `config.json` at `path`. Raises ModelFormatError when it is not a JSON object."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        config = read_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ModelFormatError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelFormatError(f"{path} holds a {type(config).__name__}, not a JSON object")
@@ -68,7 +69,7 @@ def parse_config(path: Path) -> dict[str, Any]:
 
 
 def _existing(text: str) -> Path | None:
-    path = Path(text).expanduser()
+    path = expanded(text)
     return path if text and path.exists() else None
 
 

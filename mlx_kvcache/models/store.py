@@ -13,6 +13,9 @@ from typing import Any
 
 from filelock import FileLock
 
+from mlx_kvcache.facts.files import expanded
+from mlx_kvcache.facts.json_text import read_json
+
 HOME_VARIABLE = "MLX_KVCACHE_HOME"
 
 #: In a model's directory: what it was made of. Its time of change is that of its last use.
@@ -25,9 +28,9 @@ def home() -> Path:
     `$MLX_KVCACHE_HOME`, else `$XDG_CACHE_HOME/mlx_kvcache`, else `~/.cache/mlx_kvcache`.
     """
     if own := os.environ.get(HOME_VARIABLE):
-        return Path(own).expanduser()
+        return expanded(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "mlx_kvcache"
+        return expanded(shared) / "mlx_kvcache"
     return Path.home() / ".cache" / "mlx_kvcache"
 
 
@@ -99,8 +102,8 @@ def write_source(directory: Path, source: Source) -> None:
 def read_source(directory: Path) -> Source | None:
     """What the model in `directory` was made of; None where nothing, or nonsense, is noted."""
     try:
-        return Source(**json.loads((directory / SOURCE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return Source(**read_json((directory / SOURCE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return None
 
 

@@ -6,17 +6,15 @@ or lets the system end it later. So it is counted and refused before it is asked
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_kvcache.errors import ConfigError, MemoryLimitError
+from mlx_kvcache.errors import MemoryLimitError
+from mlx_kvcache.facts.config import memory_limit
 
-#: Says how many bytes can be had, in place of what the machine says.
-LIMIT_VARIABLE = "MLX_KVCACHE_MEMORY"
 #: Growths are not worth a look at the machine until they add up to this.
 UNCHECKED_BYTES = 8 * 2**20
 #: What is left to everything else: an eighth, and not more than this.
@@ -37,14 +35,11 @@ def available_bytes() -> int | None:
     """Bytes that can be allocated now, less a reserve for everything else; None: not known.
 
     The least of what the GPU, the machine, its control groups and the limits of this process
-    leave, or the number in the environment variable MLX_KVCACHE_MEMORY. Raises `ConfigError` when
-    that is no number.
+    leave, or the `memory_limit`. Raises `ConfigError` when that is no number.
     """
-    said = os.environ.get(LIMIT_VARIABLE, "").strip()
-    if said:
-        if not said.isdecimal():
-            raise ConfigError(f"{LIMIT_VARIABLE} must be a number of bytes, got {said!r}")
-        return int(said)
+    limit = memory_limit()
+    if limit is not None:
+        return limit
     left = min((*_of_device(), *_of_machine(), *_of_groups(), *_of_process()), default=None)
     return None if left is None else max(0, left - min(max(0, left) // 8, LARGEST_RESERVE))
 
@@ -52,19 +47,7 @@ def available_bytes() -> int | None:
 class _Unchecked:
     """The bytes of growths since the machine was looked at last."""
 
-    def __init__(self) -> None:
-        self._bytes = 0
-
-    def pass_by(self, asked: int) -> bool:
-        """Whether a growth is granted without a look, as long as they are small together."""
-        if self._bytes + asked > UNCHECKED_BYTES:
-            return False
-        self._bytes += asked
-        return True
-
-    def looked(self) -> None:
-        """Begin to count anew: a growth was granted after a look."""
-        self._bytes = 0
+    bytes = 0
 
 
 _unchecked = _Unchecked()
@@ -78,21 +61,26 @@ class Named(NamedTuple):
     units: str
 
 
-def affordable(least: int, most: int, cost: Cost, what: str, named: Named) -> int:
+def affordable(
+    least: int, most: int, cost: Cost, what: str, named: Named, grows: bool = True
+) -> int:
     """The largest number from `least` to `most` whose bytes can be had.
 
-    Raises `MemoryLimitError` when there is none; `what` are the rows that `least` stands for.
+    grows: whether they are taken then. Raises `MemoryLimitError` when there is none; `what` are
+    the rows that `least` stands for.
     """
     asked = cost(most)
-    if _unchecked.pass_by(asked):
+    if _unchecked.bytes + asked <= UNCHECKED_BYTES:
+        if grows:
+            _unchecked.bytes += asked
         return most
     available = available_bytes()
     if available is None or asked <= available:
-        _unchecked.looked()
+        _unchecked.bytes = 0
         return most
     needed = cost(least)
     if needed <= available:
-        _unchecked.looked()
+        _unchecked.bytes = 0
         return _largest(least, most, cost, available)
     # What is left changes from moment to moment, and the number named should hold.
     less = min(available // 4, available // 16 + ARENA_BYTES)

@@ -9,8 +9,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from mlx_kvcache.cache.batched import MLXBatchedSequenceCache
+from mlx_kvcache.cache.cells import MLXCellCache
+from mlx_kvcache.cache.sequence import MLXSequenceCache
 from mlx_kvcache.errors import ConfigError
+from mlx_kvcache.facts.config import LIMIT_VARIABLE
 from mlx_kvcache.store import memory
+from tests.support import many_sequences_driver as many
 
 MIB = 2**20
 
@@ -42,7 +47,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(memory, "THREADS_BYTES", 30 * MIB)
     monkeypatch.setattr(resource, "getrlimit", host.getrlimit)
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    monkeypatch.delenv(memory.LIMIT_VARIABLE, raising=False)
+    monkeypatch.delenv(LIMIT_VARIABLE, raising=False)
     return host
 
 
@@ -136,14 +141,23 @@ def test_a_number_in_the_environment_goes_first(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.write("proc/meminfo", meminfo(900 * MIB))
-    monkeypatch.setenv(memory.LIMIT_VARIABLE, " 12345 ")
+    monkeypatch.setenv(LIMIT_VARIABLE, " 12345 ")
     assert memory.available_bytes() == 12345
-    monkeypatch.setenv(memory.LIMIT_VARIABLE, "")
+    monkeypatch.setenv(LIMIT_VARIABLE, "")
     assert memory.available_bytes() == 900 * MIB
-    for wrong in ("4 GiB", "-1", "1e9"):
-        monkeypatch.setenv(memory.LIMIT_VARIABLE, wrong)
-        with pytest.raises(ConfigError, match=memory.LIMIT_VARIABLE):
-            memory.available_bytes()
+
+
+@pytest.mark.parametrize("wrong", ["4 GiB", "-1", "1e9", "9" * 5000])
+def test_a_number_that_is_none_is_refused_where_a_cache_is_made(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    geometry = many.geometry_of((0, 3))
+    monkeypatch.setenv(LIMIT_VARIABLE, wrong)
+    for make in (MLXSequenceCache, MLXCellCache, MLXBatchedSequenceCache):
+        with pytest.raises(ConfigError, match=LIMIT_VARIABLE):
+            make(geometry)
+    with pytest.raises(ConfigError, match=LIMIT_VARIABLE):
+        memory.available_bytes()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the files of Linux")

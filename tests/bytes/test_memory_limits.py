@@ -248,6 +248,24 @@ def test_many_small_growths_are_looked_at_together(monkeypatch: pytest.MonkeyPat
             try_step(run, 8)
 
 
+@pytest.mark.parametrize("cache_class", SHARED)
+def test_what_is_only_asked_counts_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, cache_class: type[Any]
+) -> None:
+    machine = Machine()
+    monkeypatch.setattr(memory, "available_bytes", machine.available_bytes)
+    monkeypatch.setattr(memory, "_unchecked", memory._Unchecked())
+    cache = made(cache_class, initial_capacity=2)
+    step(cache, [(0, 2)])
+    before = memory._unchecked.bytes
+    for _ in range(5):
+        cache.check_room({0: 300}, (30,))
+    assert memory._unchecked.bytes == before > 0
+    step(cache, [(0, 9)])
+    assert memory._unchecked.bytes > before
+    assert machine.asked == 0
+
+
 def test_the_old_rows_count_while_they_are_copied() -> None:
     assert growth_bytes([(0, 10), (0, 20)]) == 30
     assert growth_bytes([(10, 20)]) == 20
@@ -450,6 +468,29 @@ def test_a_conversation_waits_for_memory_and_keeps_its_tokens(machine: Machine, 
         machine.left = None
         more = list(session.submit(prompt, max_tokens=4).stream())
         assert more == alone(model, [*prompt, *answer, *prompt], 4)
+
+
+@pytest.mark.parametrize("kind", ["cell", "batched"])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_request_that_waited_starts_once_memory_is_back(
+    machine: Machine, kind: str, others: int
+) -> None:
+    """Memory that others of the process, or of the machine, gave back."""
+    with Engine(tiny("llama"), 4000, kind, initial_capacity=16) as engine:
+        running = [engine.submit([1, 2], max_tokens=60) for _ in range(others)]
+        engine.step()
+        machine.left = 0
+        request = engine.submit([3, 4], max_tokens=200)
+        for _ in range(2):
+            if others:
+                engine.step()
+            else:
+                with pytest.raises(MemoryLimitError):
+                    engine.step()
+        machine.left = None
+        engine.step()
+        assert engine.active == (*running, request)
+        assert all(each.finish_reason is None for each in running)
 
 
 def test_a_prompt_cache_is_refused_before_the_model_runs(machine: Machine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -283,14 +284,28 @@ MISUSES += (
     "/load a b",
     "/exit now",
     "/save",
+    f"/undo {'9' * 5000}",
+    "/save ~nobody-of-this-name/x",
+    "/load ~nobody-of-this-name/x",
+    "/save 'a\0b'",
+    "/load 'a\0b'",
+    "/save loop --force",
+    "/load loop",
+    f"/save {'x' * 300}",
+    "/save /dev/stdout --force",
+    "/save /dev/fd/1 --force",
 )
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
-def test_misused_commands_change_nothing(chat, directories, answers, misuse):
-    result = chat(directories(), lines_of(words(5), misuse, words(6)), *SHORT)
+def test_misused_commands_change_nothing(chat, directories, answers, misuse, tmp_path, monkeypatch):
+    directory = directories()
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    result = chat(directory, lines_of(words(5), misuse, words(6)), *SHORT)
     assert result.exit_code == 2
     assert len(said(result)) == 1
+    assert os.listdir() == ["loop"]
     assert result.stdout.splitlines() == [spoken(each) for each in answers(words(5), words(6))]
 
 

@@ -238,12 +238,30 @@ def test_the_history_of_two_chats_is_kept_and_bounded(tmp_path, monkeypatch):
     assert list(one.load_history_strings()) == ["fifth", "\ufffd broken"]
 
 
+def test_the_history_is_for_its_owner_whatever_it_was(tmp_path):
+    path = tmp_path / "history"
+    path.write_text("before\n")
+    path.chmod(0o644)
+    MessageHistory(path).store_string("secret")
+    assert path.read_text() == "before\nsecret\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    MessageHistory(link).store_string("another")
+    assert path.read_text().splitlines()[-1] == "another"
+    assert link.is_symlink()
+
+
 def test_a_history_that_cannot_be_kept_is_no_reason_to_stop(tmp_path):
     (tmp_path / "file").write_text("in the way")
     history = MessageHistory(tmp_path / "file" / "history")
     assert list(history.load_history_strings()) == []
     history.store_string("hello")
     assert list(history.load_history_strings()) == []
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    MessageHistory(loop).store_string("hello")
+    assert loop.is_symlink()
     assert (tmp_path / "file").read_text() == "in the way"
 
 

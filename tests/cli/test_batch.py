@@ -159,6 +159,10 @@ def test_a_missing_file_and_an_unsupported_model(run, llama, tmp_path):
     assert missing.exit_code == 2
     assert "there is no file" in missing.stderr
     assert "none.txt" in missing.stderr
+    (tmp_path / "file").touch()
+    for name in (tmp_path / "file" / "x", "x" * 300, "~nobody-of-this-name/x"):
+        nowhere = run("batch", name, "-m", llama)
+        assert (nowhere.exit_code, len(nowhere.stderr.splitlines())) == (2, 1), nowhere.stderr
     folder = run("batch", tmp_path, "-m", llama)
     assert (folder.exit_code, "is a directory" in folder.stderr) == (2, True)
     hybrid = write_model(tmp_path / "hybrid", "qwen3_next")

@@ -109,7 +109,8 @@ INPUTS = [
     Case("closed input", ["generate"], 2, err="error: the prompt is empty; .*\n", stdin="closed"),
     Case("a terminal", ["generate"], 2, err="error: there is no prompt; .*\n", stdin="terminal"),
     Case("a prompt and closed input", GENERATE, 0, ANSWER, FIGURES, stdin="closed"),
-    Case("a directory as file", ["generate", "-f", "/"], 2, err="error: --file / is a dir.*\n"),
+    Case("a directory as file", ["generate", "-f", "/"], 2, err="error: / is a dir.*\n"),
+    Case("no such user", ["generate", "-f", "~nobody-of-this-name/x"], 2, err="error: '~.*\n"),
     Case("no such file", ["generate", "-f", "/nix/x"], 2, err="error: there is no file .*\n"),
     Case(
         "a file that cannot be read", ["generate", "-f", "/proc/self/mem"], 1, err="error: .*\n"

@@ -279,8 +279,8 @@ def test_the_template_gets_its_arguments_and_the_answer_its_beginning(ask, tmp_p
         (("--xtc-threshold", "0.6"), "--xtc-threshold must be between 0 and 0.5"),
         (("--repetition-penalty", "-1"), "--repetition-penalty must be a positive number"),
         (("--repetition-context-size", "-1"), "--repetition-context-size must be an integer"),
-        (("--presence-penalty", "nan"), "--presence-penalty must be a number, got nan"),
-        (("--frequency-penalty", "inf"), "--frequency-penalty must be a number, got inf"),
+        (("--presence-penalty", "nan"), "--presence-penalty must be a number from -1e+30"),
+        (("--frequency-penalty", "inf"), "--frequency-penalty must be a number from -1e+30"),
         (("--stop", ""), "--stop is empty"),
         (("--stop", "\udcff"), "--stop is not valid UTF-8"),
         (("--extra-eos-token", ""), "--extra-eos-token is empty"),
@@ -319,6 +319,8 @@ def test_what_cannot_be_is_refused_before_a_model_is_looked_for(run, monkeypatch
         ("bytes", "bytes is not valid UTF-8"),
         ("empty", "the prompt is empty"),
         ("a\0b", "is no name of a file"),
+        ("empty/x", "there is no file"),
+        ("x" * 300, "there is no file"),
     ],
 )
 def test_a_prompt_file_that_is_none(run, llama, tmp_path, name, said):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
 import threading
+import weakref
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -14,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 from mlx_kvcache import CacheConfig, MLXCellCache
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import StepError
-from mlx_kvcache.integrations.attention import ATTENTION, FlatModel
+from mlx_kvcache.integrations.attention import ATTENTION, FlatModel, _Layer
 from tests.support.engine_runs import alone, prompts_of, run, tiny
 from tests.support.interrupts import Fuse
 
@@ -53,6 +56,34 @@ def test_an_attention_that_others_replaced_is_wrapped_in_turn():
         assert not calls
         assert request.tokens == alone(tiny("llama"), prompt, 4)
         assert calls
+
+
+def test_an_attention_that_others_made_of_the_wrapper_is_wrapped_in_turn():
+    """`functools.wraps` copies all attributes."""
+    module = sys.modules[type(tiny("llama")).__module__]
+    engine = Engine(tiny("llama"), 64)
+    prompt = prompts_of("llama", (9,))[0]
+
+    @functools.wraps(getattr(module, ATTENTION))
+    def theirs(*arguments, **others):
+        return base_attention(*arguments, **others)
+
+    with patch.object(module, ATTENTION, theirs):
+        for each in (engine, Engine(tiny("llama"), 64)):
+            request = each.submit(prompt, max_tokens=4)
+            run(each)
+            assert request.tokens == alone(tiny("llama"), prompt, 4)
+
+
+def test_a_module_that_is_imported_anew_is_not_looked_for():
+    name = type(tiny("llama")).__module__
+    prompt = prompts_of("llama", (9,))[0]
+    engine = Engine(tiny("llama"), 64)
+    with patch.dict(sys.modules):
+        del sys.modules[name]
+        request = engine.submit(prompt, max_tokens=4)
+        run(engine)
+    assert request.tokens == alone(tiny("llama"), prompt, 4)
 
 
 def test_an_interrupted_step_blocks_nobody():
@@ -116,6 +147,33 @@ def test_two_engines_and_a_lone_sequence_in_three_threads():
     for thread in threads:
         thread.join()
     assert got == dict.fromkeys(("cell", "batched", "alone"), expected * 3)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_pass_that_fails_keeps_no_rows(monkeypatch, error):
+    model, attend = FlatModel(tiny("llama")), MLXCellCache.attend
+    cache = MLXCellCache(model.geometry, CacheConfig(16))
+    rows = []
+
+    def failing(self, layer, queries, keys, *others):
+        if layer == 1:
+            raise error
+        return attend(self, layer, queries, keys, *others)
+
+    update = _Layer.update_and_fetch
+
+    def noting(self, keys, values):
+        rows.append(weakref.ref(keys))
+        return update(self, keys, values)
+
+    monkeypatch.setattr(MLXCellCache, "attend", failing)
+    monkeypatch.setattr(_Layer, "update_and_fetch", noting)
+    cache.declare_step([(cache.new(), 2)])
+    with pytest.raises(error):
+        model.forward(cache, mx.array([1, 2]))
+    gc.collect()
+    assert len(rows) == 2
+    assert all(row() is None for row in rows)
 
 
 def test_layers_that_others_read_again_are_marked():

@@ -9,10 +9,21 @@ import pytest
 
 from mlx_kvcache.engine import Engine
 from mlx_kvcache.errors import ConfigError
-from mlx_kvcache.integrations.sampling import Sampling, check_sampling
+from mlx_kvcache.integrations.sampling import Chooser, Sampling, check_sampling, sampler_of
 from tests.support.engine_runs import KINDS, alone, prompts_of, run, snapshot, tiny, vocabulary
+from tests.support.tiny_models import all_families, build
 
 COUNT = 16
+
+
+class Huge(int):
+    """An integer that a test can be named by."""
+
+    def __str__(self) -> str:
+        return "huge"
+
+
+HUGE = Huge(10**5000)
 SAMPLINGS = (
     Sampling(temp=0.8, seed=1),
     Sampling(temp=1.5, top_p=0.7, seed=2**63 + 11),
@@ -152,7 +163,7 @@ def test_limits_above_the_vocabulary_let_all_of_it_through():
         ({"repetition_penalty": -1.0}, "repetition_penalty must be a positive number"),
         ({"repetition_penalty": float("nan")}, "got nan"),
         ({"presence_penalty": float("inf")}, "presence_penalty must be a number"),
-        ({"frequency_penalty": "1"}, "frequency_penalty must be a number, got '1'"),
+        ({"frequency_penalty": "1"}, "1e+30, got '1'"),
         ({"frequency_context_size": -1}, "frequency_context_size must be an integer from 0"),
         ({"seed": True}, "seed must be an integer from 0"),
     ],
@@ -165,8 +176,63 @@ def test_what_cannot_be_is_refused(choices, said):
     assert snapshot(engine) == before
 
 
-@pytest.mark.parametrize("field", ["temp", "top_p"])
-def test_what_32_bits_cannot_compute_is_refused(field):
-    check_sampling(Sampling(**{"temp": 1.0, field: 1e-6}))
-    with pytest.raises(ConfigError, match=rf"^{field} must be at least"):
-        check_sampling(Sampling(**{"temp": 1.0, field: 1e-7}))
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("extreme", ["least", "most"])
+@pytest.mark.parametrize(
+    "field", ["temp", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+)
+def test_all_that_is_allowed_is_computed(field, extreme, dtype):
+    """By the model's last token, or what the penalty drives away from, or towards."""
+    positive = field in ("temp", "top_p", "repetition_penalty")
+    bounds = (1e-30 if positive else -1e30, 1 if field == "top_p" else 1e30)
+    sampling = Sampling(**{"temp": 1.0, field: bounds[extreme == "most"]})
+    check_sampling(sampling)
+    logits = mx.random.normal((1, 64), key=mx.random.key(3)).astype(dtype)
+    likeliest = mx.argmax(logits, axis=-1).item()
+    chosen = {Chooser(sampling).choose(logits, [likeliest, 5]).item() for _ in range(40)}
+    if extreme == "most" and not field.endswith("penalty"):
+        assert len(chosen) > 5
+    elif field in ("temp", "top_p"):
+        assert chosen == {likeliest}
+    elif field == "repetition_penalty":
+        # A factor divides a positive logit.
+        assert (chosen == {likeliest}) is (extreme == "least")
+    else:
+        assert (chosen <= {likeliest, 5}) is (extreme == "least")
+        assert extreme == "least" or not chosen & {likeliest, 5}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_low_temperature_is_greedy_in_half_precision(dtype):
+    model = build("llama", all_families()["llama"])
+    model.set_dtype(getattr(mx, dtype))
+    engine = Engine(model, 100)
+    prompt = prompts_of("llama", (5,))[0]
+    requests = [
+        engine.submit(prompt, max_tokens=6, sampling=sampling)
+        for sampling in (Sampling(), Sampling(temp=1e-5), Sampling(temp=1e-30))
+    ]
+    run(engine)
+    assert [request.tokens for request in requests] == [requests[0].tokens] * 3
+
+
+def test_a_low_temperature_of_mlx_lm_is_greedy_in_half_precision():
+    """What `generate` samples with, whose log-probabilities are the model's."""
+    logits = mx.random.normal((1, 64), key=mx.random.key(3)).astype(mx.float16)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    sampler = sampler_of(Sampling(temp=1e-30))
+    assert {sampler(logprobs).item() for _ in range(20)} == {mx.argmax(logits).item()}
+
+
+@pytest.mark.parametrize(
+    "field", ["temp", "top_p", "min_p", "repetition_penalty", "presence_penalty"]
+)
+@pytest.mark.parametrize("value", [10**400, HUGE, 1e31, -1e31, 1e-31, True, "1", None])
+def test_a_number_out_of_bounds_is_refused(field, value):
+    if field in ("min_p", "presence_penalty") and value == 1e-31:
+        return
+    with pytest.raises(ConfigError, match=rf"^{field} must be .*, got .{{1,80}}$"):
+        check_sampling(Sampling(**{"temp": 1.0, field: value}))
+    for name in ("seed", "top_k"):
+        with pytest.raises(ConfigError, match="thousands of digits"):
+            check_sampling(Sampling(**{name: HUGE}))

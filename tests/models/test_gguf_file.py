@@ -85,12 +85,17 @@ def test_missing_and_wrong_metadata_is_named(tmp_path: Path) -> None:
     def no_layers(writer: GGUFWriter) -> None:
         writer.kv_data[0]["llama.block_count"].value = 0
 
+    def many_layers(writer: GGUFWriter) -> None:
+        writer.kv_data[0]["gemma3.block_count"].value = 100_001
+
     for edit, word in (
         (no_epsilon, "layer_norm_rms_epsilon"),
         (text_layers, "should be int"),
         (no_layers, "not positive"),
+        (many_layers, "100001, above 100000 layers"),
     ):
-        path = write(tmp_path / f"{edit.__name__}.gguf", Tiny("llama"), edit=edit)
+        family = "gemma3" if edit is many_layers else "llama"
+        path = write(tmp_path / f"{edit.__name__}.gguf", Tiny(family), edit=edit)
         with pytest.raises(ModelFormatError, match=word):
             models.read_config(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import os
+import signal
 import sys
 from collections.abc import Callable, Collection
 from functools import cache
@@ -50,12 +51,15 @@ class Fuse:
     """Interrupts the package once, at a point that is counted from the call on.
 
     A point is where CPython looks for a signal: a line that begins, or a call within it that has
-    just returned. at: which of those that are passed, counted from 0. place: file and line of the
-    interrupt, None as long as the point was not reached.
+    just returned. at: which of those that are passed, counted from 0. handler: what a signal does
+    there. place: file and line of the interrupt, None as long as the point was not reached.
     """
 
-    def __init__(self, at: int) -> None:
+    def __init__(
+        self, at: int, handler: Callable[[int, FrameType], Any] = signal.default_int_handler
+    ) -> None:
         self.at = at
+        self.handler = handler
         self.place: tuple[str, int] | None = None
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -79,7 +83,7 @@ class Fuse:
             if self.at == 0:
                 self.place = frame.f_code.co_filename[len(PACKAGE) :], frame.f_lineno
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                self.handler(signal.SIGINT, frame)
             self.at -= 1
         return self._pass
 

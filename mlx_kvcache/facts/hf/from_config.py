@@ -5,7 +5,6 @@ Needs neither mlx nor transformers; a transformers config object is read through
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -21,6 +20,7 @@ from mlx_kvcache.facts.hf.layer_overrides import with_layer_overrides
 from mlx_kvcache.facts.hf.layer_stack import Rule
 from mlx_kvcache.facts.hf.unlisted_rule import unlisted
 from mlx_kvcache.facts.hf.wrappers import WRAPPERS, Wrapper
+from mlx_kvcache.facts.json_text import read_json
 from mlx_kvcache.facts.layers import LayerMap
 
 #: Where models of several parts have the one that holds their text model.
@@ -98,8 +98,8 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise GeometryError(f"the config at {file} cannot be read: {error}") from error
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        values = read_json(text)
+    except ValueError as error:
         raise GeometryError(f"the config at {file} is not valid JSON: {error}") from error
     if not isinstance(values, Mapping):
         raise GeometryError(
