@@ -56,6 +56,9 @@ def fault(self, keys, values):
     steps = self.steps
     self.store.write(Placement((Run(self.offset, 1),), (steps.start,)), keys, values)
     self.offset = steps.end
+    # Points at which the interrupt may fall.
+    for _ in range(20):
+        pass
     self.sequence.unwritten -= 1
     return self.store.read((Run(0, steps.stop or self.store.rows),)).dense()
 """
