@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache as memoized
@@ -19,16 +19,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models.cache import CacheList
 
-from mlx_kvcache.cache.layer import SequenceLayer
-from mlx_kvcache.cache.step import PolicySteps
-from mlx_kvcache.cache.traced import PolicyForm, TracedLayer, TracedSteps
+from mlx_kvcache.cache.traced import TracedLayer, TracedSteps
 from mlx_kvcache.errors import TracingError
 from mlx_kvcache.integrations.agreement import logits_agree
 from mlx_kvcache.integrations.mlx_lm import PromptCache
-from mlx_kvcache.integrations.tracing import weight_places
+from mlx_kvcache.integrations.step_forms import Members, StepForm, described
+from mlx_kvcache.integrations.twin import Twins
 from mlx_kvcache.store.choice import prefers_array_start
 from mlx_kvcache.store.ops import with_rows
 
@@ -39,45 +36,17 @@ MOST_TOKENS = 8
 WORTH_COMPILING = 4
 #: The forms that are kept, those last used: rows that are read, tokens, kinds of caches.
 MOST_FORMS = 64
-
 #: Rows that a flat layer answers with when it is tried whether the model minds how many they are.
 MANY_ROWS = 4096
 #: After which a user is told what it is that takes so long.
 PATIENCE_SECONDS = 1.0
 
-#: Path and value of each attribute of a recurrent state; an array stands as this.
-ARRAY = "array"
-Attributes = tuple[tuple[str, Any], ...]
-
-
-class StateForm(NamedTuple):
-    """A recurrent entry of the cache list: what its arrays are put back into."""
-
-    kind: type
-    attributes: Attributes
-
-
-class StepForm(NamedTuple):
-    """What a trace takes for granted; all else is an array.
-
-    policies: distinct. layers: which of them each layer follows. states: recurrent entries.
-    entries: the cache list, as the index of a layer, -1 less that of a state, or a tuple of these
-    for the children of a `CacheList`.
-    """
-
-    tokens: int
-    policies: tuple[PolicyForm, ...]
-    layers: tuple[int, ...]
-    states: tuple[StateForm, ...]
-    entries: tuple[Any, ...]
-
 
 class _Step(NamedTuple):
-    """A step that can be compiled, and the objects that it moves."""
+    """A step that is run compiled. arrays: of the recurrent states, before it."""
 
     form: StepForm
-    layers: tuple[SequenceLayer, ...]
-    states: list[Any]
+    members: Members
     arrays: list[list[mx.array]]
 
 
@@ -86,7 +55,8 @@ class CompiledModel:
 
     It takes the model's place in mlx-lm's functions and in ours: attributes, parameters and
     `make_cache` are the model's. Prompt chunks, steps that let the cache grow, other caches and
-    other arguments run as ever. The weights are read anew at each step.
+    other arguments run as ever. The weights are looked at after each of those, so that changed
+    ones are used from the next prompt on.
 
     A model that cannot be traced, since it needs the position as a number, runs uncompiled:
     `refusal` says why, once there is a reason, and `notify` is told once.
@@ -99,11 +69,16 @@ class CompiledModel:
         self.traces = 0
         self._notify = notify or _warn
         self._asked: Counter[StepForm] = Counter()
-        self._functions: OrderedDict[StepForm, Callable[..., Any]] = OrderedDict()
+        self._turned = True
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Forget every trace."""
+        self._functions: dict[StepForm, Callable[..., Any]] = {}
         self._checked: set[StepForm] = set()
-        # A trace puts its arrays in the place of a model's weights, which no other thread may see.
-        self._twins = threading.local()
-        self._weights: list[tuple[Any, Any]] = []
+        self._twins: Twins | None = None
+        # None of them: they are to be looked at.
+        self._weights: Sequence[mx.array] = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -120,47 +95,21 @@ class CompiledModel:
         step = self._step(inputs, cache)
         if step is not None:
             return self._run(step, inputs, cache)
-        if self._functions:
-            self._look_at_weights()
+        self._weights = ()
         return self._model(inputs, cache=cache)
 
     def _step(self, inputs: mx.array, cache: Sequence[Any]) -> _Step | None:
         """The step if it can be compiled, and is worth it; None if not."""
         if inputs.ndim != 2 or inputs.shape[1] > MOST_TOKENS:
             return None
-        layers: list[SequenceLayer] = []
-        states: list[Any] = []
-        entries = tuple([_noted(entry, layers, states) for entry in cache])
-        if not layers:
+        members = Members.of(cache)
+        found = None if members is None else members.form(*inputs.shape)
+        if members is None or found is None:
             return None
-        first = layers[0]
-        sequence, position, tokens = first.sequence, first.offset, inputs.shape[1]
-        if (
-            len(layers) != len(sequence.layers)
-            or not 0 < position == sequence.length
-            or position + tokens > sequence.room
-            or sequence.unwritten
-            or first.batch != inputs.shape[0]
-        ):
-            return None
-        policies: dict[tuple[PolicySteps, bool], int] = {}
-        order = []
-        for index, layer in enumerate(layers):
-            if layer.sequence is not sequence or layer.index != index:
-                return None
-            key = layer.steps, layer.heeds_model_window
-            order.append(policies.setdefault(key, len(policies)))
-        forms = []
-        for steps, heeds in policies:
-            rows = steps.traceable_rows(position, tokens)
-            if not rows:
-                return None
-            forms.append(PolicyForm(steps.window, steps.ring_size, rows, heeds))
-        state_forms, arrays = _described(states)
-        form = StepForm(tokens, tuple(forms), tuple(order), state_forms, entries)
+        form, arrays = found
         if form not in self._functions and not self._is_worth(form):
             return None
-        return _Step(form, tuple(layers), states, arrays)
+        return _Step(form, members, arrays)
 
     def _is_worth(self, form: StepForm) -> bool:
         self._asked[form] += 1
@@ -172,29 +121,37 @@ class CompiledModel:
         return reason is None
 
     def _run(self, step: _Step, inputs: mx.array, cache: Sequence[Any]) -> Any:
-        form, layers = step.form, step.layers
-        function = self._function(form)
-        position = layers[0].offset
+        layers = step.members.layers
+        weights = self._weights_now()
+        function = self._function(step.form)
         try:
             logits, keys, values, arrays = function(
                 inputs,
-                mx.array([position]),
+                mx.array([layers[0].offset]),
                 [layer.store.keys for layer in layers],
                 [layer.store.values for layer in layers],
                 step.arrays,
-                self._weights_now(),
+                weights,
             )
         except Exception as error:
             # Nothing has been moved yet. What the model itself raises is no reason to refuse.
             answer = self._model(inputs, cache=cache)
-            self._refuse(f"it cannot be traced ({type(error).__name__}: {error})")
+            self._doubt(f"it cannot be traced ({type(error).__name__}: {error})")
             return answer
-        if form not in self._checked:
-            former = [dict(vars(entry)) for entry in step.states]
-            _commit(step, keys, values, arrays)
-            return self._checked_answer(step, logits, former, inputs, cache)
+        former = [dict(vars(entry)) for entry in step.members.states]
         _commit(step, keys, values, arrays)
-        return logits
+        if step.form in self._checked:
+            return logits
+        return self._checked_answer(step, logits, former, inputs, cache)
+
+    def _weights_now(self) -> Sequence[mx.array]:
+        weights = self._weights
+        if not weights:
+            if self._twins is not None and not self._twins.are_current:
+                self._begin_anew()
+            twins = self._twins = self._twins or Twins(self._model, self._turned)
+            weights = self._weights = twins.weights()
+        return weights
 
     def _checked_answer(
         self,
@@ -212,11 +169,12 @@ class CompiledModel:
         with self._patience():
             # In this order, so that no buffer is held twice and copied.
             mx.eval(logits)
-        position = step.layers[0].offset - step.form.tokens
-        step.layers[0].sequence.rewind(position)
-        for layer in step.layers:
+        layers = step.members.layers
+        position = layers[0].offset - step.form.tokens
+        layers[0].sequence.rewind(position)
+        for layer in layers:
             layer.settle(position)
-        for entry, attributes in zip(step.states, former, strict=True):
+        for entry, attributes in zip(step.members.states, former, strict=True):
             vars(entry).update(attributes)
         answers = [logits]
         if not self._checked:
@@ -226,31 +184,27 @@ class CompiledModel:
         if all(logits_agree(each, answer) for each in answers):
             self._checked.add(step.form)
         else:
-            self._refuse("it counts the rows that it is answered, or changes more than its cache")
+            self._doubt("it counts the rows that it is answered, or changes more than its cache")
         return answer
 
     def _with_more_rows(self, step: _Step, inputs: mx.array) -> mx.array:
         """The logits of a step whose flat layers answer with many rows that nobody may see."""
+        form, layers = step.form, step.members.layers
         policies = tuple(
             each if each.ring_size else each._replace(rows=max(MANY_ROWS, 4 * each.rows))
-            for each in step.form.policies
+            for each in form.policies
         )
-        pairs = [
-            (with_rows(keys, policies[policy].rows), with_rows(values, policies[policy].rows))
-            for policy, (keys, values) in zip(
-                step.form.layers, [layer.store.state for layer in step.layers], strict=True
-            )
-        ]
-        position = mx.array([step.layers[0].offset])
-        form = step.form._replace(policies=policies)
-        keys, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        keys, values = [], []
+        for layer, policy in zip(layers, form.layers, strict=True):
+            held_keys, held_values = layer.store.state
+            keys.append(with_rows(held_keys, policies[policy].rows))
+            values.append(with_rows(held_values, policies[policy].rows))
+        position = mx.array([layers[0].offset])
         answer: mx.array = self._trace(
-            form, inputs, position, keys, values, step.arrays, self._weights_now()
-        )[0]
+            form._replace(policies=policies), inputs, position, keys, values, step.arrays,
+            self._weights_now(),
+        )[0]  # fmt: skip
         return answer
-
-    def _weights_now(self) -> list[mx.array]:
-        return [place[name] for place, name in self._weights]
 
     @contextmanager
     def _patience(self) -> Iterator[None]:
@@ -267,16 +221,13 @@ class CompiledModel:
         finally:
             timer.cancel()
 
-    def _look_at_weights(self) -> None:
-        """Begin anew when modules were exchanged. A prompt comes by here before its answer does."""
-        places = weight_places(self._model)
-        if [(id(place), name) for place, name in places] != [
-            (id(place), name) for place, name in self._weights
-        ]:
-            self._functions.clear()
-            self._checked.clear()
-            self._twins = threading.local()
-            self._weights = places
+    def _doubt(self, reason: str) -> None:
+        """Trace anew with linear layers as they are, which some models look into; else refuse."""
+        if self._turned:
+            self._turned = False
+            self._begin_anew()
+        else:
+            self._refuse(reason)
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
@@ -284,19 +235,20 @@ class CompiledModel:
         self._notify(f"{kind} runs uncompiled: {reason}")
 
     def _function(self, form: StepForm) -> Callable[..., Any]:
-        if not self._weights:
-            self._weights = weight_places(self._model)
-        if form not in self._functions:
-            while len(self._functions) >= MOST_FORMS:
-                self._checked.discard(self._functions.popitem(last=False)[0])
+        function = self._functions.pop(form, None)
+        if function is None:
 
             def traced(*arguments: Any) -> Any:
                 self.traces += 1
                 return self._trace(form, *arguments)
 
-            self._functions[form] = mx.compile(traced)
-        self._functions.move_to_end(form)
-        return self._functions[form]
+            function = mx.compile(traced)
+            for oldest in list(self._functions)[: 1 - MOST_FORMS]:
+                self._functions.pop(oldest, None)
+                self._checked.discard(oldest)
+        # At the end, as the last one used.
+        self._functions[form] = function
+        return function
 
     def _trace(
         self,
@@ -306,36 +258,24 @@ class CompiledModel:
         keys: list[mx.array],
         values: list[mx.array],
         arrays: list[list[mx.array]],
-        weights: list[mx.array],
+        weights: Sequence[mx.array],
     ) -> tuple[Any, ...]:
         """One step of the model in arrays alone: logits, keys, values, and recurrent states."""
-        model = self._twin(weights)
+        assert self._twins is not None, "the weights come from there"
+        model = self._twins.model(weights)
         steps = [TracedSteps(policy, position, form.tokens) for policy in form.policies]
         layers = [
             TracedLayer(steps[policy], layer_keys, layer_values)
             for policy, layer_keys, layer_values in zip(form.layers, keys, values, strict=True)
         ]
-        states = []
-        for state, held in zip(form.states, arrays, strict=True):
-            entry: Any = object.__new__(state.kind)
-            vars(entry).update(_attributes(state, held))
-            states.append(entry)
-        logits = model(inputs, cache=[_rebuilt(entry, layers, states) for entry in form.entries])
+        states = [state.entry(held) for state, held in zip(form.states, arrays, strict=True)]
+        logits = model(inputs, cache=form.cache(layers, states))
         if not isinstance(logits, mx.array) or not all(layer.is_written for layer in layers):
             raise TracingError("a layer is not written, or the answer is no array of logits")
-        forms, after = _described(states)
+        forms, after = described(states)
         if forms != form.states:
             raise TracingError("a recurrent state changes in more than its arrays")
         return logits, [each.keys for each in layers], [each.values for each in layers], after
-
-    def _twin(self, weights: list[mx.array]) -> Module:
-        """A copy of the model with these weights, which are those of a trace."""
-        twin: Module | None = getattr(self._twins, "model", None)
-        if twin is None:
-            twin = self._twins.model = copy.deepcopy(self._model)
-        for (place, name), array in zip(weight_places(twin), weights, strict=True):
-            place[name] = array
-        return twin
 
 
 #: What runs tokens on a cache.
@@ -377,56 +317,17 @@ def _commit(
     step: _Step, keys: list[mx.array], values: list[mx.array], arrays: list[list[mx.array]]
 ) -> None:
     """Let the cache hold what a step has made of it; an interrupt leaves one to be rewound."""
-    first, tokens = step.layers[0], step.form.tokens
-    position = first.offset
-    for steps in {layer.steps for layer in step.layers}:
+    members = step.members
+    first = members.layers[0]
+    position, end = first.offset, first.offset + step.form.tokens
+    for steps, _ in members.policies:
         steps.forget()
-    first.sequence.begin(position, tokens)
-    for entry, held, state in zip(step.states, arrays, step.form.states, strict=True):
-        vars(entry).update(_attributes(state, held))
-    for layer, layer_keys, layer_values in zip(step.layers, keys, values, strict=True):
-        layer.take(layer_keys, layer_values, position + tokens)
+    first.sequence.begin(position, step.form.tokens)
+    for entry, held, state in zip(members.states, arrays, step.form.states, strict=True):
+        vars(entry).update(state.with_arrays(held))
+    for layer, layer_keys, layer_values in zip(members.layers, keys, values, strict=True):
+        layer.take(layer_keys, layer_values, end)
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=5)
-
-
-def _noted(entry: Any, layers: list[SequenceLayer], states: list[Any]) -> Any:
-    """The place of an entry of the cache list, which is added to the layers or the states."""
-    if isinstance(entry, SequenceLayer):
-        layers.append(entry)
-        return len(layers) - 1
-    if isinstance(entry, CacheList):
-        return tuple([_noted(child, layers, states) for child in entry.caches])
-    states.append(entry)
-    return -len(states)
-
-
-def _rebuilt(entry: Any, layers: Sequence[TracedLayer], states: Sequence[Any]) -> Any:
-    """What stands at a place that `_noted` has answered."""
-    if isinstance(entry, tuple):
-        return CacheList(*(_rebuilt(child, layers, states) for child in entry))
-    return layers[entry] if entry >= 0 else states[-entry - 1]
-
-
-def _described(states: Sequence[Any]) -> tuple[tuple[StateForm, ...], list[list[mx.array]]]:
-    """The forms of recurrent entries, and their arrays."""
-    forms, arrays = [], []
-    for entry in states:
-        leaves: Any = tree_flatten(vars(entry))
-        held = [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
-        attributes = tuple(
-            [(path, ARRAY if isinstance(leaf, mx.array) else leaf) for path, leaf in leaves]
-        )
-        forms.append(StateForm(type(entry), attributes))
-        arrays.append(held)
-    return tuple(forms), arrays
-
-
-def _attributes(state: StateForm, arrays: Sequence[mx.array]) -> dict[str, Any]:
-    """The attributes of a recurrent entry with these arrays."""
-    held = iter(arrays)
-    leaves = [(path, next(held) if leaf is ARRAY else leaf) for path, leaf in state.attributes]
-    attributes: dict[str, Any] = tree_unflatten(leaves)
-    return attributes

@@ -133,6 +133,8 @@ class PromptCache(list[Any]):
     def __init__(self, entries: Iterable[Any], sequence: MLXSequenceCache) -> None:
         super().__init__(entries)
         self.sequence = sequence
+        # What a compiled model has found in this list.
+        self.members: Any = None
 
     @property
     def recurrent(self) -> list[Any]:

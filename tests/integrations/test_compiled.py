@@ -279,6 +279,27 @@ def test_changed_weights_are_used(change):
     assert (fast.traces > traces) == (change == "another module")
 
 
+def test_a_model_that_looks_into_its_linear_layers_is_traced_with_them_as_they_are():
+    """Their weights are given transposed otherwise, and this one's are square."""
+    model = model_of("qwen3")
+    looked_at = nn.Linear(16, 16, bias=False)
+    mx.eval(looked_at.parameters())
+    model.looked_at = looked_at
+    original = type(model).__call__
+
+    def call(self: Any, inputs: mx.array, *arguments: Any, **choices: Any) -> Any:
+        logits = original(self, inputs, *arguments, **choices)
+        return logits + (self.looked_at.weight[0] * 3).sum()
+
+    with patch.object(type(model), "__call__", call):
+        fast = compiled(model, pytest.fail)
+        tokens = random_tokens(model, 60, seed=1)
+        got = in_steps(fast, tokens, cache_of(model))
+        assert difference(got, in_steps(model, tokens, cache_of(model))) <= TOLERANCE
+    assert not fast._turned
+    assert fast.traces >= 3
+
+
 def test_a_model_that_needs_a_number_says_so_once():
     model = model_of("internlm2")
     told: list[str] = []
@@ -290,7 +311,7 @@ def test_a_model_that_needs_a_number_says_so_once():
     assert len(told) == 1
     assert fast.refusal is not None
     assert fast.refusal in told[0]
-    assert fast.traces == 1
+    assert fast.traces == 2
     with pytest.warns(RuntimeWarning, match="runs uncompiled"):
         in_steps(compiled(model), tokens, cache_of(model))
 
