@@ -51,7 +51,7 @@ demo: $(STAMP) ## Generate text with SmolLM2 on this cache, and show the numbers
 check: $(STAMP) ## The fast tests: no processes, no compilers, no long schedules (a minute or two)
 	@$(PYTEST) -m "not slow and not models" $(TWO_WORKERS)
 
-test: $(STAMP) ## The test suite without real models (some six minutes)
+test: $(STAMP) ## The test suite without real models (some eight minutes)
 	@$(PYTEST) -m "not models" $(TWO_WORKERS)
 
 test-models: $(STAMP) ## Tests on SmolLM2 and Gemma 3 270M (downloads them once)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mlx_kvcache.integrations.mlx_lm import PromptCache
     from mlx_kvcache.integrations.sampling import Sampling
 
+#: Shorter answers are over before a compiled step has saved what it took to make.
+LONG_ANSWER = 64
 #: What the families call their context length, the usual name first.
 _NAMES = (
     "max_position_embeddings",
@@ -93,7 +95,9 @@ class Loaded:
         """The model as it is to be run on a cache: with compiled steps, or as it is."""
         from mlx_kvcache.integrations.compiled import compiled, is_worth_compiling
 
-        wanted = is_worth_compiling(cache) if options.compile is None else options.compile
+        wanted = options.compile
+        if wanted is None:
+            wanted = options.max_tokens >= LONG_ANSWER and is_worth_compiling(cache)
         return compiled(self.model, notify) if wanted else self.model
 
 

@@ -9,6 +9,7 @@ a trace depends on is its `StepForm`: each form is traced once.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -21,13 +22,15 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_kvcache.cache.traced import TracedLayer, TracedSteps
-from mlx_kvcache.errors import TracingError
+from mlx_kvcache.errors import ConfigError, TracingError, UnsupportedModelError
+from mlx_kvcache.facts.checks import shortened
 from mlx_kvcache.integrations.agreement import logits_agree
 from mlx_kvcache.integrations.mlx_lm import PromptCache
 from mlx_kvcache.integrations.step_forms import Members, StepForm, described
 from mlx_kvcache.integrations.twin import Twins
 from mlx_kvcache.store.choice import prefers_array_start
 from mlx_kvcache.store.ops import with_rows
+from mlx_kvcache.store.traces import refuse_traced
 
 #: The most tokens of a compiled step. Longer ones are bound by their arithmetic.
 MOST_TOKENS = 8
@@ -121,6 +124,8 @@ class CompiledModel:
         return reason is None
 
     def _run(self, step: _Step, inputs: mx.array, cache: Sequence[Any]) -> Any:
+        # Within somebody's own mx.compile, the cache would be left with arrays of no value.
+        refuse_traced(inputs)
         layers = step.members.layers
         weights = self._weights_now()
         function = self._function(step.form)
@@ -208,7 +213,10 @@ class CompiledModel:
 
     @contextmanager
     def _patience(self) -> Iterator[None]:
-        """Say it when this takes long: on a CPU, MLX has a C++ compiler make kernels."""
+        """Say it on a terminal when this takes long: on a CPU, a C++ compiler makes kernels."""
+        if not sys.stderr.isatty():
+            yield
+            return
         timer = threading.Timer(
             PATIENCE_SECONDS,
             self._notify,
@@ -285,8 +293,15 @@ Model = Module | CompiledModel
 def compiled(model: Model, notify: Callable[[str], None] | None = None) -> CompiledModel:
     """The model, to be passed to mlx-lm's functions and to ours, with compiled decode steps.
 
-    notify: is told, once, why a model runs uncompiled; a warning if None.
+    notify: is told, once, why a model runs uncompiled; a warning if None. Raises
+    `UnsupportedModelError` for what is no model, `ConfigError` for what cannot be told anything.
     """
+    if not isinstance(model, Model):
+        raise UnsupportedModelError(
+            f"what is compiled is a model, as mlx-lm loads it, got {shortened(model)}"
+        )
+    if notify is not None and not callable(notify):
+        raise ConfigError(f"notify is a function of one text, got {shortened(notify)}")
     return model if isinstance(model, CompiledModel) else CompiledModel(model, notify)
 
 

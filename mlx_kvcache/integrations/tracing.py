@@ -93,7 +93,14 @@ def weight_places(tree: Any) -> list[tuple[Any, Any]]:
 def weight_bytes(model: Module) -> int:
     """Bytes of all the weights of a model, loaded or not."""
     tree = model if isinstance(model, dict) else model.parameters()
-    return sum([int(place[key].nbytes) for place, key in weight_places(tree)])
+    return sum(
+        [
+            int(place[key].nbytes)
+            for place, key in weight_places(tree)
+            # What mlx.nn takes for no parameter, such as the frequencies of an embedding.
+            if not str(key).startswith("_")
+        ]
+    )
 
 
 def trace_geometry(model: Module) -> TracedGeometry:

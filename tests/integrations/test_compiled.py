@@ -469,6 +469,20 @@ def test_a_plain_compile_over_the_layers_is_refused():
         assert not cache.sequence.layout.unwritten
 
 
+def test_a_plain_compile_over_a_compiled_model_is_refused():
+    model = model_of("qwen3")
+    fast = compiled(model, pytest.fail)
+    cache = cache_of(model)
+    tokens = random_tokens(model, 40, seed=1)
+    in_steps(fast, tokens, cache)
+    outer = mx.compile(lambda inputs: fast(inputs, cache=cache))
+    with pytest.raises(TracingError):
+        outer(mx.array([[3]]))
+    assert cache.length == 40
+    expected = in_steps(model, [*tokens, 3], cache_of(model))
+    assert difference(fast(mx.array([[3]]), cache=cache)[:, 0], expected[:, -1]) <= TOLERANCE
+
+
 def test_a_plain_compile_over_cells_is_refused():
     model = model_of("qwen3")
     geometry = make_prompt_cache(model).sequence.geometry

@@ -78,6 +78,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, set[str]]]]
         },
         {**CACHE_FIELDS, "capacity": NONE, "windows": NONE},
     ),
+    "compiled": (
+        partial(kv.compiled, tiny("llama")),
+        {"notify": print},
+        {"notify": {"None", "a type", "a function"}},
+    ),
     "Engine": (
         made_engine,
         {
@@ -171,4 +176,5 @@ CALLED_ELSEWHERE = {"read_metadata", "write_metadata", "current_cache"}
 NO_CALLS = {
     "FACTORY", "REGISTRY", "__version__", "KVCacheError", "AttentionBackend", "Cache",
     "SequenceControl", "SequencePlanner", "SharedControl", "StepBackend", "Snapshot", "PromptCache",
+    "CompiledModel",
 }  # fmt: skip

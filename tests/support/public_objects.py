@@ -228,7 +228,7 @@ SUBMITTED = {
 INTERNAL = frozenset(
     {
         *("check", "grow", "hold", "mask_at", "read_again", "restore", "settle", "step_back"),
-        *("write", "wrote_last"),
+        *("take", "write", "wrote_last"),
     }
 )
 
