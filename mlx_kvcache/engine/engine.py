@@ -188,7 +188,7 @@ class Engine:
 
         May be repeated. There are no new sessions and requests after it.
         """
-        if not self._is_whole:
+        if not self._is_whole or self._sessions.have_lost:
             self._mend()
         self._is_whole = False
         self._settle([ended(request, CANCELLED) for request in (*self.active, *self.waiting)])
@@ -304,7 +304,7 @@ class Engine:
             self._admission.refuse_to_wait()
 
     def _compact(self) -> None:
-        if not self._is_whole:
+        if not self._is_whole or self._sessions.have_lost:
             self._mend()
         self._observe()
         self._sessions.defragment()
@@ -320,14 +320,14 @@ class Engine:
         """Prepare a verb; one that is interrupted is mended by the next."""
         if not self._owner.is_open:
             raise SessionError("the engine has been shut down; make another")
-        if not self._is_whole:
+        if not self._is_whole or self._sessions.have_lost:
             self._mend()
         self._is_whole = False
 
     def _advance(self) -> bool:
         """Run one step, and keep its events; answers whether anything was done."""
         before = len(self._events)
-        if not self._is_whole:
+        if not self._is_whole or (self._scheduler.waiting and self._sessions.have_lost):
             self._mend()
         self._is_whole = False
         while self._to_cancel:
@@ -412,11 +412,10 @@ class Engine:
             if token is not None:
                 assert request.session is not None, "a request that runs has a session"
                 tokens = request.session.history.tokens
-                if len(tokens) < request.begin + total:
-                    tokens.append(token)
-                if len(request.tokens) < total:
-                    request.tokens.append(token)
-                    self._metrics.tokens += 1
+                is_new, end = len(request.tokens) < total, request.begin + total
+                # One statement.
+                tokens[end - 1 :], request.tokens[total - 1 :] = (token,), (token,)
+                self._metrics.tokens += is_new
                 request.random = random
                 if request.first_token is None:
                     request.first_token = perf_counter()

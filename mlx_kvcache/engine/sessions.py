@@ -102,6 +102,11 @@ class Sessions:
         if self.share_rows:
             self.cache.defragment()  # type: ignore[attr-defined]
 
+    @property
+    def have_lost(self) -> bool:
+        """Whether a session was dropped unclosed, by its user or with an interrupted verb."""
+        return len(self.cache.sequences) != len(self._live)
+
     def sweep(self) -> None:
         """Remove sequences without a session, and the reverse: a verb was interrupted."""
         for session in tuple(self._live):

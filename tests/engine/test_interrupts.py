@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -167,6 +168,30 @@ def test_a_start_interrupted_at_any_point_feeds_the_prompt_once(kind):
         assert session.tokens == [*prompt, *expected], fuse.place
         files.add(fuse.place and fuse.place[0])
     assert {"engine/admission.py", "engine/engine.py", "engine/scheduler.py"} < files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_that_nobody_was_given_holds_nothing(kind):
+    """The interrupt falls when it is made and the engine is whole, or its user drops it."""
+    prompt = prompts_of("llama", (3,))[0]
+    engine = Engine(tiny("llama"), 40, kind)
+    parent = engine.open()
+    list(parent.submit(prompt, max_tokens=2).stream())
+    held, whole = engine.cache.used, 0
+    for verb in (engine.open, parent.fork):
+        for at in range(5000):
+            fuse = Fuse(at)
+            with suppress(KeyboardInterrupt):
+                fuse.call(verb)
+            whole += engine._is_whole
+            engine.compact()
+            assert len(engine.cache.sequences) == 1, fuse.place
+            assert engine.cache.used == held, fuse.place
+            if fuse.place is None:
+                break
+        assert 20 < at < 4999
+    assert whole > 4
+    assert parent.tokens[:3] == prompt
 
 
 @pytest.mark.parametrize("kind", KINDS)
