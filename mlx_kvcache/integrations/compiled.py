@@ -15,7 +15,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache as memoized
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -39,6 +38,8 @@ MOST_TOKENS = 8
 WORTH_COMPILING = 4
 #: The forms that are kept, those last used: rows that are read, tokens, kinds of caches.
 MOST_FORMS = 64
+#: Of so many others is known how often they were asked for.
+MOST_ASKED = 1024
 #: Rows that a flat layer answers with when it is tried whether the model minds how many they are.
 MANY_ROWS = 4096
 #: After which a user is told what it is that takes so long.
@@ -110,18 +111,20 @@ class CompiledModel:
         if members is None or found is None:
             return None
         form, arrays = found
-        if form not in self._functions and not self._is_worth(form):
+        try:
+            is_known = form in self._functions
+        except TypeError as error:
+            self._refuse(f"a recurrent state cannot be told from another ({error})")
+            return None
+        if not is_known and not self._is_worth(form):
             return None
         return _Step(form, members, arrays)
 
     def _is_worth(self, form: StepForm) -> bool:
+        if len(self._asked) > MOST_ASKED:
+            self._asked.clear()
         self._asked[form] += 1
-        if self._asked[form] < WORTH_COMPILING:
-            return False
-        reason = compiler_refusal()
-        if reason is not None:
-            self._refuse(reason)
-        return reason is None
+        return self._asked[form] >= WORTH_COMPILING
 
     def _run(self, step: _Step, inputs: mx.array, cache: Sequence[Any]) -> Any:
         # Within somebody's own mx.compile, the cache would be left with arrays of no value.
@@ -175,12 +178,14 @@ class CompiledModel:
             # In this order, so that no buffer is held twice and copied.
             mx.eval(logits)
         layers = step.members.layers
-        position = layers[0].offset - step.form.tokens
-        layers[0].sequence.rewind(position)
+        sequence, position = layers[0].sequence, layers[0].offset - step.form.tokens
+        # To the end of it, an interrupt leaves a cache that takes no step.
+        sequence.begin_rewind(position)
         for layer in layers:
             layer.settle(position)
         for entry, attributes in zip(step.members.states, former, strict=True):
             vars(entry).update(attributes)
+        sequence.end_rewind()
         answers = [logits]
         if not self._checked:
             answers.append(self._with_more_rows(step, inputs))
@@ -270,14 +275,14 @@ class CompiledModel:
     ) -> tuple[Any, ...]:
         """One step of the model in arrays alone: logits, keys, values, and recurrent states."""
         assert self._twins is not None, "the weights come from there"
-        model = self._twins.model(weights)
         steps = [TracedSteps(policy, position, form.tokens) for policy in form.policies]
         layers = [
             TracedLayer(steps[policy], layer_keys, layer_values)
             for policy, layer_keys, layer_values in zip(form.layers, keys, values, strict=True)
         ]
         states = [state.entry(held) for state, held in zip(form.states, arrays, strict=True)]
-        logits = model(inputs, cache=form.cache(layers, states))
+        with self._twins.model(weights) as model:
+            logits = model(inputs, cache=form.cache(layers, states))
         if not isinstance(logits, mx.array) or not all(layer.is_written for layer in layers):
             raise TracingError("a layer is not written, or the answer is no array of logits")
         forms, after = described(states)
@@ -312,20 +317,6 @@ def is_worth_compiling(cache: PromptCache) -> bool:
     that the host has more to do for than the GPU.
     """
     return prefers_array_start(cache.sequence.geometry, cache.sequence.config)
-
-
-@memoized
-def compiler_refusal() -> str | None:
-    """Why MLX cannot compile here; None if it can. On a CPU it calls a C++ compiler."""
-
-    def fused(array: mx.array) -> mx.array:
-        return mx.exp(array) * 2 + 1
-
-    try:
-        mx.eval(mx.compile(fused)(mx.array([1.0])))
-    except RuntimeError as error:
-        return f"MLX cannot compile here ({error}); on a CPU it needs a C++ compiler (g++)"
-    return None
 
 
 def _commit(

@@ -91,6 +91,8 @@ class Members(NamedTuple):
         entries = tuple([_noted(entry, layers, states) for entry in cache])
         if not layers or len(layers) != len(layers[0].sequence.layers):
             return None
+        if not all(hasattr(state, "__dict__") for state in states):
+            return None
         sequence = layers[0].sequence
         policies: dict[tuple[PolicySteps, bool], int] = {}
         order = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -55,8 +56,9 @@ class Twins:
         mx.eval(weights)
         return weights
 
-    def model(self, weights: Sequence[mx.array]) -> Module:
-        """This thread's copy, with these weights."""
+    @contextmanager
+    def model(self, weights: Sequence[mx.array]) -> Iterator[Module]:
+        """This thread's copy, with these weights while the body runs."""
         local: Any = self._local
         if not hasattr(local, "model"):
             twin = copy.deepcopy(self._model)
@@ -65,10 +67,14 @@ class Twins:
                     if type(module) is Linear:
                         module.__class__ = _Turned
             local.places, local.model = weight_places(twin), twin
-        for (place, name), array in zip(local.places, weights, strict=True):
-            place[name] = array
-        model: Module = local.model
-        return model
+        try:
+            for (place, name), array in zip(local.places, weights, strict=True):
+                place[name] = array
+            yield local.model
+        finally:
+            # Weights that the model has let go would be held, or those of a trace.
+            for place, name in local.places:
+                place[name] = None
 
 
 def _is_turned(place: Any, name: Any) -> bool:
