@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +16,7 @@ from common import OURS, THEIRS, Machine
 from contenders import Shape
 from growth_copies import growth_results
 from host_steps import Phase, flat_phases, ring_phases
-from report import Report, mebibytes, require_directory
+from report import JSONFile, MarkdownFlag, Report, mebibytes, require_directory
 
 _EXAMPLES = """
 Examples:
@@ -66,10 +65,8 @@ def main(
     ] = 2,
     visible: Annotated[int, typer.Option(min=4, help="Rows visible at each capacity.")] = 256,
     tokens: Annotated[int, typer.Option(min=2, help="Length to grow to.")] = 32768,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Plain Markdown tables.")] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Also write everything to this file.", dir_okay=False)
-    ] = None,
+    markdown: MarkdownFlag = False,
+    json: JSONFile = None,
 ) -> None:
     """Time the cache alone, ours and mlx-lm's own in turns."""
     require_directory(json)

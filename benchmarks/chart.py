@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import typer
 from common import NAMES
+from pictures import COLORS, chart
 
 _EXAMPLES = """
 Examples:
@@ -21,7 +21,6 @@ Examples:
 
   python benchmarks/chart.py steps.json docs/images/host_time.svg
 """
-_COLORS = ("#2563eb", "#a3a3a3")
 _BAR = 0.38
 
 
@@ -36,48 +35,31 @@ def main(
     phases = [phase for kind in ("flat", "ring") for phase in found["results"].get(kind, ())]
     if not phases:
         raise typer.BadParameter(f"{results} has no flat and no ring steps")
-    draw(phases, _where(found["machine"]), picture)
+    draw(phases, found["machine"], picture)
 
 
-def draw(phases: list[dict[str, Any]], where: str, picture: Path) -> None:
+def draw(phases: list[dict[str, Any]], machine: dict[str, Any], picture: Path) -> None:
     """Write the chart of these phases, as `Phase.as_dict` gives them."""
-    matplotlib.use("Agg")
-    # Text stays text, and the same figures give the same file.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "chart"})
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 2.2 + 0.5 * len(phases)), layout="constrained")
-    for number, phase in enumerate(phases):
-        for side, name in enumerate(NAMES):
-            spread = phase["host_us_per_layer"][name]
-            low, middle, high = spread["lower"], spread["median"], spread["upper"]
-            place = number + (side - 0.5) * _BAR
-            axes.barh(place, middle, _BAR, color=_COLORS[side], label=name if not number else None)
-            axes.plot([low, high], [place, place], color="black", linewidth=1.2)
-            axes.text(high, place, f"  {middle:.1f}", va="center", fontsize=9)
-    ratios = [phase["host_ratio"]["median"] for phase in phases]
-    names = [phase["name"] for phase in phases]
-    axes.set_yticks(
-        range(len(phases)),
-        [f"{name}\n{ratio:.2f} of mlx-lm" for name, ratio in zip(names, ratios, strict=True)],
-    )
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel("host microseconds a layer of a decode step (less is better)")
-    axes.set_title(where, fontsize=8, color="#525252", loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
-    date = {"Date": None} if picture.suffix == ".svg" else None
-    figure.savefig(picture, metadata=date)
-    pyplot.close(figure)
-
-
-def _where(machine: dict[str, Any]) -> str:
-    kind = "Metal" if machine["metal"] else "CPU figures, not Metal"
-    return (
-        f"{kind}: {machine['cpu']}, {machine['cores']} cores, load {machine['load']:.2f}; "
-        f"mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}"
-    )
+    with chart(picture, (7.5, 2.2 + 0.5 * len(phases)), machine) as axes:
+        for number, phase in enumerate(phases):
+            for side, name in enumerate(NAMES):
+                spread = phase["host_us_per_layer"][name]
+                low, middle, high = spread["lower"], spread["median"], spread["upper"]
+                place = number + (side - 0.5) * _BAR
+                label = name if not number else None
+                axes.barh(place, middle, _BAR, color=COLORS[name], label=label)
+                axes.plot([low, high], [place, place], color="black", linewidth=1.2)
+                axes.text(high, place, f"  {middle:.1f}", va="center", fontsize=9)
+        ratios = [phase["host_ratio"]["median"] for phase in phases]
+        names = [phase["name"] for phase in phases]
+        axes.set_yticks(
+            range(len(phases)),
+            [f"{name}\n{ratio:.2f} of mlx-lm" for name, ratio in zip(names, ratios, strict=True)],
+        )
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlabel("host microseconds a layer of a decode step (less is better)")
+        axes.legend(frameon=False, loc="lower right")
 
 
 if __name__ == "__main__":

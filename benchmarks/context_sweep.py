@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import typer
 from common import NAMES, OURS, THEIRS, Machine, Spread, paired
 from generation import Side, decode_steps, random_prompt
 from model_caches import Makers
-from report import Report, require_directory
+from pictures import COLORS, chart
+from report import JSONFile, MarkdownFlag, Report, require_directory
 from rich.console import Console
 from rich.progress import track
 
@@ -20,7 +20,6 @@ from mlx_kvcache.errors import KVCacheError
 CONTEXTS = [256, 1024, 4096, 8192]
 #: Steps that do not count: those before a form is compiled, its trace, and its check.
 WARM = 8
-_COLORS = ("#2563eb", "#a3a3a3")
 _EXAMPLES = """
 Examples:
 
@@ -46,10 +45,8 @@ def main(
     plot: Annotated[
         Path | None, typer.Option(help="Also draw tokens a second (.svg or .png).", dir_okay=False)
     ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Plain Markdown tables.")] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Also write everything to this file.", dir_okay=False)
-    ] = None,
+    markdown: MarkdownFlag = False,
+    json: JSONFile = None,
 ) -> None:
     """Time decode steps at growing context lengths; the two sides alternate step by step."""
     from mlx_kvcache.models import load
@@ -61,8 +58,7 @@ def main(
         "model": model, "contexts": contexts, "tokens": tokens, "prefill_step": prefill_step,
         "compile": compile, "seed": seed,
     }  # fmt: skip
-    machine = Machine.here()
-    report = Report("context_sweep", machine, settings, markdown)
+    report = Report("context_sweep", Machine.here(), settings, markdown)
     report.header()
     try:
         network, tokenizer = load(model)
@@ -81,7 +77,7 @@ def main(
         raise typer.BadParameter(str(error)) from error
     _table(report)
     if plot is not None:
-        _draw(report, model, machine, plot)
+        _draw(report, model, plot)
     if json is not None:
         report.write(json)
 
@@ -113,37 +109,24 @@ def _table(report: Report) -> None:
     )
 
 
-def _draw(report: Report, model: str, machine: Machine, picture: Path) -> None:
-    matplotlib.use("Agg")
-    # Text stays text, and the same figures give the same file.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "context_sweep"})
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")
+def _draw(report: Report, model: str, picture: Path) -> None:
     lengths = [int(length) for length in report.results]
-    for name, color in zip(NAMES, _COLORS, strict=True):
-        spreads = [each["tokens_per_second"][name] for each in report.results.values()]
-        middle = [each["median"] for each in spreads]
-        below = [each["median"] - each["lower"] for each in spreads]
-        above = [each["upper"] - each["median"] for each in spreads]
-        axes.errorbar(
-            lengths, middle, yerr=[below, above], color=color, marker="o", capsize=3, label=name
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("positions held")
-    axes.set_ylabel("decode tokens a second")
-    title = machine.warning or "Metal"
-    axes.set_title(
-        f"{model}; {title}: {machine.cpu}, {machine.cores} cores, load {machine.load or 0:.2f}; "
-        f"mlx {machine.mlx}, mlx-lm {machine.mlx_lm}",
-        fontsize=8, color="#525252", loc="left",
-    )  # fmt: skip
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
-    pyplot.close(figure)
+    with chart(picture, (7.5, 3.6), report.machine.as_dict()) as axes:
+        for name in NAMES:
+            spreads = [each["tokens_per_second"][name] for each in report.results.values()]
+            middle = [each["median"] for each in spreads]
+            below = [each["median"] - each["lower"] for each in spreads]
+            above = [each["upper"] - each["median"] for each in spreads]
+            axes.errorbar(
+                lengths, middle, yerr=[below, above], color=COLORS[name], marker="o", capsize=3,
+                label=name,
+            )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("positions held")
+        axes.set_ylabel(f"decode tokens a second, {model}")
+        axes.legend(frameon=False)
 
 
 app: Any = typer.Typer(add_completion=False, rich_markup_mode="rich")

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from common import Machine
@@ -17,6 +17,11 @@ from rich.markup import escape
 from rich.table import Table
 
 _FILE_WIDTH = 150
+#: Options that the benchmarks share.
+MarkdownFlag = Annotated[bool, typer.Option("--markdown", help="Plain Markdown tables.")]
+JSONFile = Annotated[
+    Path | None, typer.Option("--json", help="Also write everything to this file.", dir_okay=False)
+]
 
 
 @dataclass

@@ -6,12 +6,11 @@ README.md beside this file.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from common import Machine, Spread, turns
-from report import Report, mebibytes, require_directory
+from report import JSONFile, MarkdownFlag, Report, mebibytes, require_directory
 from rich.console import Console
 from rich.progress import track
 from session_runs import Fork, Rows, Run, Work, make_work, our_engine, our_fork, ours, their_fork
@@ -48,10 +47,8 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few short runs, to see that all works.")
     ] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Plain Markdown tables.")] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Also write everything to this file.", dir_okay=False)
-    ] = None,
+    markdown: MarkdownFlag = False,
+    json: JSONFile = None,
 ) -> None:
     """Time many sequences at once on our engine and on mlx-lm's, in turns."""
     from mlx_kvcache.models import load

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from common import NAMES, OURS, THEIRS, Machine, Spread, paired, turns
 from generation import Generation, Side, decode_steps, generate, random_prompt
 from model_caches import Makers, bytes_seen, weight_bytes_read
-from report import Report, mebibytes, require_directory
+from report import JSONFile, MarkdownFlag, Report, mebibytes, require_directory
 from rich.console import Console
 from rich.progress import track
 
@@ -68,10 +67,8 @@ def main(
         bool, typer.Option("--compile/--no-compile", help="Compiled decode steps on our side.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Of the random prompt.")] = 0,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Plain Markdown tables.")] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Also write everything to this file.", dir_okay=False)
-    ] = None,
+    markdown: MarkdownFlag = False,
+    json: JSONFile = None,
 ) -> None:
     """Time generation with a real model, our cache and mlx-lm's own in turns."""
     from mlx_kvcache.models import load
